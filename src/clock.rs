@@ -1,0 +1,382 @@
+//! The only reading of time, and the one trusted time of reads, retention and drops.
+//!
+//! Safety properties:
+//! A. Trusted time never goes back: not within a boot, not over restarts and reboots.
+//!    A push by the wall clock is durable before anything is decided by it.
+//! B. A wrong wall clock pushes it ahead by a bounded amount at most: [`SLACK_MS`] per boot, and
+//!    once after a reboot by the configured bound.
+//! C. What the wall clock says beyond the bound is reported, not believed, until the operator
+//!    confirms it.
+
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// How far ahead the wall clock may push trusted time within one boot: 5 minutes.
+pub(crate) const SLACK_MS: u64 = 5 * 60 * 1000;
+
+/// A smaller lead of the wall clock is rounding, or not worth a flush: 1 second.
+const PUSH_MS_MIN: u64 = 1000;
+
+/// One reading of the machine's clocks, in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Reading {
+    /// The wall clock: since 1970-01-01, may step both ways.
+    pub wall_ms: u64,
+    /// The boot clock: since the boot, counts suspension, never goes back within a boot.
+    pub boot_ms: u64,
+}
+
+/// A source of time. [`SystemClock`] is the one outside tests.
+pub trait Clock: Send + Sync + fmt::Debug {
+    /// Reads both clocks.
+    fn read(&self) -> Reading;
+
+    /// Returns an identity of the current boot; zeros if the system has none.
+    fn boot_id(&self) -> [u8; 16];
+}
+
+/// The clocks of the operating system.
+#[derive(Debug, Default)]
+pub struct SystemClock;
+
+impl Clock for SystemClock {
+    fn read(&self) -> Reading {
+        #[cfg(target_os = "linux")]
+        let boot_clock = rustix::time::ClockId::Boottime;
+        #[cfg(not(target_os = "linux"))]
+        let boot_clock = rustix::time::ClockId::Monotonic;
+        Reading {
+            wall_ms: to_ms(rustix::time::clock_gettime(rustix::time::ClockId::Realtime)),
+            boot_ms: to_ms(rustix::time::clock_gettime(boot_clock)),
+        }
+    }
+
+    fn boot_id(&self) -> [u8; 16] {
+        read_boot_id().unwrap_or_default()
+    }
+}
+
+fn to_ms(time: rustix::time::Timespec) -> u64 {
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    let nanos = u64::try_from(time.tv_nsec).unwrap_or(0);
+    seconds
+        .saturating_mul(1000)
+        .saturating_add(nanos / 1_000_000)
+}
+
+/// Reads the kernel's boot identity: 32 hexadecimal digits with dashes.
+fn read_boot_id() -> Option<[u8; 16]> {
+    use rustix::fs::{Mode, OFlags};
+    let path = "/proc/sys/kernel/random/boot_id";
+    let fd = rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).ok()?;
+    let mut text = [0u8; 64];
+    let len = rustix::io::read(&fd, &mut text).ok()?;
+    let mut digits = text
+        .get(..len)?
+        .iter()
+        .filter_map(|b| char::from(*b).to_digit(16));
+    let mut id = [0u8; 16];
+    for byte in &mut id {
+        let (high, low) = (digits.next()?, digits.next()?);
+        *byte = u8::try_from(high * 16 + low).ok()?;
+    }
+    Some(id)
+}
+
+/// A clock that stands still until told otherwise, for tests.
+#[cfg(any(test, feature = "testing"))]
+#[derive(Debug)]
+pub struct ManualClock(Mutex<(Reading, [u8; 16])>);
+
+#[cfg(any(test, feature = "testing"))]
+impl ManualClock {
+    /// Makes a clock at this wall time, one second after a boot.
+    pub fn new(wall_ms: u64) -> Self {
+        ManualClock(Mutex::new((
+            Reading {
+                wall_ms,
+                boot_ms: 1000,
+            },
+            [1; 16],
+        )))
+    }
+
+    /// Lets time pass: both clocks move.
+    pub fn advance_ms(&self, ms: u64) {
+        let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.0.wall_ms = inner.0.wall_ms.saturating_add(ms);
+        inner.0.boot_ms = inner.0.boot_ms.saturating_add(ms);
+    }
+
+    /// Steps the wall clock alone, as an operator or a time server does.
+    pub fn set_wall_ms(&self, wall_ms: u64) {
+        self.0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .0
+            .wall_ms = wall_ms;
+    }
+
+    /// Starts another boot: the boot clock begins again.
+    pub fn reboot(&self) {
+        let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        inner.0.boot_ms = 1000;
+        let next = inner.1.map(|b| b.wrapping_add(1));
+        inner.1 = next;
+    }
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl Clock for ManualClock {
+    fn read(&self) -> Reading {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    fn boot_id(&self) -> [u8; 16] {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).1
+    }
+}
+
+/// The durable form of trusted time: what it was, at which moment of which boot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Anchor {
+    pub(crate) boot_id: [u8; 16],
+    pub(crate) boot_ms: u64,
+    pub(crate) trusted_ms: u64,
+    /// How much of the slack of this boot the wall clock has used up.
+    pub(crate) slack_used_ms: u64,
+}
+
+/// One moment, as every decision sees it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Now {
+    /// Trusted time: decides reads, retention and drops.
+    pub(crate) trusted_ms: u64,
+    /// The boot clock: decides leases within this process.
+    pub(crate) boot_ms: u64,
+    /// The larger of trusted and wall time: what an expiry is counted from.
+    pub(crate) latest_ms: u64,
+    /// The wall clock is ahead by more than what may be believed.
+    pub(crate) suspect: bool,
+}
+
+/// Trusted time within one opener (upholds A, B, C).
+#[derive(Debug)]
+pub(crate) struct TrustedTime {
+    boot_id: [u8; 16],
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Trusted time minus boot time: only ever raised (A).
+    ahead_ms: i128,
+    slack_used_ms: u64,
+}
+
+impl TrustedTime {
+    /// Continues from a durable anchor; `None` for a new store, which starts at the wall clock.
+    pub(crate) fn resume(clock: &dyn Clock, anchor: Option<Anchor>, wall_jump_max_ms: u64) -> Self {
+        let reading = clock.read();
+        let boot_id = clock.boot_id();
+        let wall = reading.wall_ms;
+        let (trusted, slack_used_ms) = match anchor {
+            None => (wall, 0),
+            Some(a)
+                if a.boot_id == boot_id && boot_id != [0; 16] && reading.boot_ms >= a.boot_ms =>
+            {
+                (
+                    a.trusted_ms.saturating_add(reading.boot_ms - a.boot_ms),
+                    a.slack_used_ms,
+                )
+            }
+            Some(a) => {
+                let bound = a.trusted_ms.saturating_add(wall_jump_max_ms);
+                (wall.min(bound).max(a.trusted_ms), 0)
+            }
+        };
+        let ahead_ms = i128::from(trusted) - i128::from(reading.boot_ms);
+        let state = State {
+            ahead_ms,
+            slack_used_ms,
+        };
+        TrustedTime {
+            boot_id,
+            state: Mutex::new(state),
+        }
+    }
+
+    /// Reads the time.
+    pub(crate) fn now(&self, clock: &dyn Clock) -> Now {
+        let reading = clock.read();
+        let state = self.state();
+        let trusted_ms = trusted_at(&state, reading.boot_ms);
+        let lead = reading.wall_ms.saturating_sub(trusted_ms);
+        Now {
+            trusted_ms,
+            boot_ms: reading.boot_ms,
+            latest_ms: trusted_ms.max(reading.wall_ms),
+            suspect: lead > slack_left(&state).max(PUSH_MS_MIN),
+        }
+    }
+
+    /// Returns by how much the wall clock may push trusted time now (B), or must because somebody
+    /// confirmed it. The push counts only once it is durable: see [`TrustedTime::push`].
+    pub(crate) fn push_due(&self, clock: &dyn Clock, confirmed: bool) -> Option<u64> {
+        let reading = clock.read();
+        let state = self.state();
+        let lead = reading
+            .wall_ms
+            .saturating_sub(trusted_at(&state, reading.boot_ms));
+        let due = confirmed || lead <= slack_left(&state);
+        (due && lead >= PUSH_MS_MIN).then_some(lead)
+    }
+
+    /// Moves trusted time ahead by a push that is durable.
+    pub(crate) fn push(&self, push_ms: u64, confirmed: bool) {
+        let mut state = self.state();
+        state.ahead_ms += i128::from(push_ms);
+        if !confirmed {
+            state.slack_used_ms = state.slack_used_ms.saturating_add(push_ms);
+        }
+    }
+
+    /// A panic elsewhere does not tear the state: every change is complete under the lock.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Raises trusted time to one found in the log (A).
+    pub(crate) fn raise(&self, clock: &dyn Clock, trusted_ms: u64) {
+        let boot_ms = clock.read().boot_ms;
+        let mut state = self.state();
+        let ahead = i128::from(trusted_ms) - i128::from(boot_ms);
+        if ahead > state.ahead_ms {
+            let used = u64::try_from(ahead - state.ahead_ms).unwrap_or(u64::MAX);
+            state.slack_used_ms = state.slack_used_ms.saturating_add(used).min(SLACK_MS);
+            state.ahead_ms = ahead;
+        }
+    }
+
+    /// Returns what to make durable, so that the next opener continues from here, with a push
+    /// that is to count from now on.
+    pub(crate) fn anchor(&self, clock: &dyn Clock, push_ms: u64, confirmed: bool) -> Anchor {
+        let now = self.now(clock);
+        let used = if confirmed { 0 } else { push_ms };
+        Anchor {
+            boot_id: self.boot_id,
+            boot_ms: now.boot_ms,
+            trusted_ms: now.trusted_ms.saturating_add(push_ms),
+            slack_used_ms: self.state().slack_used_ms.saturating_add(used),
+        }
+    }
+}
+
+fn slack_left(state: &State) -> u64 {
+    SLACK_MS - state.slack_used_ms.min(SLACK_MS)
+}
+
+fn trusted_at(state: &State, boot_ms: u64) -> u64 {
+    u64::try_from((state.ahead_ms + i128::from(boot_ms)).max(0)).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const START: u64 = 1_700_000_000_000;
+    const DAY: u64 = 86_400_000;
+
+    /// Lets the wall clock push as the store does.
+    fn read(time: &TrustedTime, clock: &ManualClock, confirmed: bool) -> Now {
+        if let Some(push) = time.push_due(clock, confirmed) {
+            time.push(push, confirmed);
+        }
+        time.now(clock)
+    }
+
+    fn reopen(time: &TrustedTime, clock: &ManualClock) -> TrustedTime {
+        TrustedTime::resume(clock, Some(time.anchor(clock, 0, false)), DAY)
+    }
+
+    #[test]
+    fn a_month_ahead_for_a_second_moves_nothing_and_is_reported() {
+        let clock = ManualClock::new(START);
+        let time = TrustedTime::resume(&clock, None, DAY);
+        clock.set_wall_ms(START + 30 * DAY);
+        let now = read(&time, &clock, false);
+        assert_eq!(now.trusted_ms, START);
+        assert!(now.suspect);
+        clock.set_wall_ms(START);
+        assert!(!read(&time, &clock, false).suspect);
+    }
+
+    #[test]
+    fn the_slack_of_a_boot_is_used_up_once_also_over_reopens() {
+        let clock = ManualClock::new(START);
+        let mut time = TrustedTime::resume(&clock, None, DAY);
+        for step in 1..=10 {
+            clock.set_wall_ms(START + step * 60_000);
+            read(&time, &clock, false);
+            time = reopen(&time, &clock);
+        }
+        let now = read(&time, &clock, false);
+        assert_eq!(now.trusted_ms, START + SLACK_MS);
+        assert!(now.suspect);
+    }
+
+    #[test]
+    fn a_push_counts_only_once_it_is_durable() {
+        let clock = ManualClock::new(START);
+        let time = TrustedTime::resume(&clock, None, DAY);
+        clock.set_wall_ms(START + 20_000);
+        assert_eq!(time.now(&clock).trusted_ms, START);
+        let push = time.push_due(&clock, false).unwrap();
+        let anchor = time.anchor(&clock, push, false);
+        time.push(push, false);
+        assert_eq!(time.now(&clock).trusted_ms, START + 20_000);
+        clock.set_wall_ms(START);
+        let killed = TrustedTime::resume(&clock, Some(anchor), DAY);
+        assert_eq!(killed.now(&clock).trusted_ms, START + 20_000);
+    }
+
+    #[test]
+    fn a_wall_clock_that_goes_back_moves_nothing() {
+        let clock = ManualClock::new(START);
+        let time = TrustedTime::resume(&clock, None, DAY);
+        clock.set_wall_ms(0);
+        clock.reboot();
+        assert!(reopen(&time, &clock).now(&clock).trusted_ms >= START);
+    }
+
+    #[test]
+    fn a_reboot_lets_the_wall_clock_push_by_the_bound_only() {
+        let clock = ManualClock::new(START);
+        let before = TrustedTime::resume(&clock, None, DAY);
+        let anchor = before.anchor(&clock, 0, false);
+        clock.reboot();
+        clock.set_wall_ms(START + 30 * DAY);
+        let time = TrustedTime::resume(&clock, Some(anchor), DAY);
+        let now = read(&time, &clock, false);
+        assert_eq!(now.trusted_ms, START + DAY);
+        assert!(now.suspect);
+        assert_eq!(read(&time, &clock, true).trusted_ms, START + 30 * DAY);
+    }
+
+    #[test]
+    fn within_a_boot_time_moves_with_the_boot_clock_also_while_closed() {
+        let clock = ManualClock::new(START);
+        let time = TrustedTime::resume(&clock, None, DAY);
+        let anchor = time.anchor(&clock, 0, false);
+        clock.advance_ms(7 * DAY);
+        let time = TrustedTime::resume(&clock, Some(anchor), DAY);
+        assert_eq!(time.now(&clock).trusted_ms, START + 7 * DAY);
+    }
+
+    #[test]
+    fn the_system_clock_reads_sensible_values() {
+        let reading = SystemClock.read();
+        assert!(reading.wall_ms > START);
+        assert!(reading.boot_ms > 0);
+    }
+}

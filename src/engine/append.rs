@@ -1,0 +1,190 @@
+//! Appending and making durable: from a record under the lock to a promise to the caller.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::Engine;
+use super::core::{Core, Frozen, Older, UnsettledEntry};
+use crate::error::{Error, ErrorKind, Result, is_out_of_space};
+use crate::format::record::Record;
+use crate::log::segment::SegmentFile;
+use crate::log::sync::{FailureCount, WaitError};
+use crate::options::Durability;
+use crate::position::Position;
+
+/// Buffered records are written out when so many bytes have gathered.
+const IMAGE_BYTES_MAX: usize = 256 * 1024;
+
+/// An append that has not been promised to anybody yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Appended {
+    pub(crate) position: Position,
+    pub(crate) failures: FailureCount,
+}
+
+impl Engine {
+    /// Appends one record. The caller has checked that it fits.
+    pub(crate) fn append(
+        &self,
+        core: &mut Core,
+        record: &Record<'_>,
+        h: u64,
+        older: Option<Older>,
+        entry: Option<UnsettledEntry>,
+    ) -> Appended {
+        let failures = FailureCount::new(core.failures);
+        let was_empty = !core.writer.has_unwritten();
+        let position = core.append(record, h, older, entry);
+        self.counters.records.add(1);
+        self.counters
+            .appended_bytes
+            .add(record.frame_bytes() as u64);
+        if was_empty {
+            self.background.dirty();
+        }
+        if core.wants_next() {
+            self.background.wake();
+        }
+        Appended { position, failures }
+    }
+
+    /// Does what a level asks for under the lock, after one or several appends.
+    pub(crate) fn finish_append(&self, core: &mut Core, level: Durability) -> Result<()> {
+        match level {
+            Durability::Buffered => {
+                core.promise();
+                if core.writer.unwritten_bytes() >= IMAGE_BYTES_MAX {
+                    self.write_out(core)?;
+                }
+                Ok(())
+            }
+            Durability::Process => self.write_out(core),
+            Durability::Power => Ok(()),
+        }
+    }
+
+    /// Hands the log image to the system. On failure everything since the last write is taken
+    /// back, or the store is poisoned.
+    pub(crate) fn write_out(&self, core: &mut Core) -> Result<()> {
+        if !core.writer.has_unwritten() {
+            return Ok(());
+        }
+        self.counters.writes.add(1);
+        let Err(source) = core.writer.write_out() else {
+            core.note_written();
+            return Ok(());
+        };
+        let name = core.writer.segment.name();
+        let full = is_out_of_space(&source);
+        let error = Error::io("writing to the log failed", source).in_file(name);
+        if core.take_back() {
+            self.syncer.taken_back(core.writer.written());
+            return Err(error);
+        }
+        self.poison_with(error.to_string());
+        Err(if full {
+            Error::new(ErrorKind::Poisoned, error.to_string())
+        } else {
+            error
+        }
+        .maybe_applied())
+    }
+
+    /// Waits until everything below `end` is as durable as asked.
+    pub(crate) fn ensure(
+        &self,
+        end: Position,
+        failures: FailureCount,
+        level: Durability,
+    ) -> Result<()> {
+        match level {
+            Durability::Buffered => Ok(()),
+            Durability::Process => self.ensure_written(end),
+            Durability::Power => self.ensure_durable(end, failures),
+        }
+    }
+
+    fn ensure_written(&self, end: Position) -> Result<()> {
+        let mut core = self.core();
+        if core.writer.written() >= end {
+            return Ok(());
+        }
+        self.check_writable(&core)?;
+        self.write_out(&mut core)
+    }
+
+    fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
+        if self.syncer.durable() >= end {
+            return Ok(());
+        }
+        match self.syncer.wait(end, failures, || self.lead()) {
+            Ok(()) => Ok(()),
+            Err(Err(error)) => Err(error),
+            Err(Ok(WaitError::TakenBack)) => Err(Error::new(
+                ErrorKind::Io,
+                "writing to the log failed and the record was taken back; try again",
+            )),
+            Err(Ok(WaitError::Poisoned)) => Err(self
+                .poison
+                .error()
+                .unwrap_or_else(|| Error::new(ErrorKind::Poisoned, "store is poisoned"))
+                .maybe_applied()),
+        }
+    }
+
+    /// Flushes everything appended so far, for everybody: the leader's part of a group commit.
+    pub(crate) fn lead(&self) -> Result<Position> {
+        let now = self.now();
+        let (segment, frozen, end) = {
+            let mut core = self.core();
+            if let Some(error) = self.poison.error() {
+                return Err(error.maybe_applied());
+            }
+            super::check_open(&core).map_err(Error::maybe_applied)?;
+            core.mark(self.syncer.durable(), now.trusted_ms);
+            self.write_out(&mut core)?;
+            (
+                Arc::clone(&core.writer.segment),
+                core.view.frozen.clone(),
+                core.writer.end(),
+            )
+        };
+        // The durable position crosses a segment's end only after that segment's own flush.
+        if let Some(frozen) = frozen {
+            self.sync_frozen(&frozen)?;
+        }
+        self.sync_segment(&segment)?;
+        Ok(end)
+    }
+
+    pub(crate) fn sync_frozen(&self, frozen: &Frozen) -> Result<()> {
+        // Acquire pairs with the Release below: who sees `true` sees a flush that returned.
+        if !frozen.synced.load(Ordering::Acquire) {
+            self.sync_segment(&frozen.segment)?;
+            frozen.synced.store(true, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Flushes one segment. A failure poisons: the kernel may have marked the pages clean, so a
+    /// second flush that succeeds would prove nothing.
+    fn sync_segment(&self, segment: &SegmentFile) -> Result<()> {
+        self.counters.flushes.add(1);
+        let synced = segment.file().and_then(|file| file.sync());
+        synced.map_err(|source| {
+            let error = Error::io("flushing the log failed", source).in_file(segment.name());
+            self.poison_with(error.to_string());
+            error.maybe_applied()
+        })
+    }
+
+    /// Makes everything answered so far durable.
+    pub(crate) fn sync_all(&self) -> Result<()> {
+        let (end, failures) = {
+            let core = self.core();
+            self.check_writable(&core)?;
+            (core.writer.end(), FailureCount::new(core.failures))
+        };
+        self.ensure_durable(end, failures)
+    }
+}

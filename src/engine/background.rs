@@ -1,0 +1,214 @@
+//! Background threads: one writes and flushes what callers left in memory, one maintains.
+//!
+//! A failure is kept in `health()`, counted, told as an event, and tried again after a growing
+//! pause; it never spins. The threads end when the last handle closes the store.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use super::Engine;
+use crate::error::{Error, ErrorKind, Result};
+use crate::options::Event;
+
+/// How often expiry is looked for when nothing else happens.
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
+const PAUSE_MAX: Duration = Duration::from_secs(60);
+
+/// What the threads wait for.
+#[derive(Debug, Default)]
+pub(crate) struct Signals {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    dirty: bool,
+    work: bool,
+    stop: bool,
+}
+
+impl Signals {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says that records wait in memory.
+    pub(crate) fn dirty(&self) {
+        let mut state = self.state();
+        if !state.dirty {
+            state.dirty = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Says that there is maintenance to do.
+    pub(crate) fn wake(&self) {
+        self.state().work = true;
+        self.changed.notify_all();
+    }
+
+    pub(crate) fn stop(&self) {
+        self.state().stop = true;
+        self.changed.notify_all();
+    }
+
+    /// Waits until `ready` or the time is over; `false` says that the store is closing.
+    fn wait(&self, timeout: Duration, ready: impl Fn(&mut State) -> bool) -> bool {
+        let waited = self
+            .changed
+            .wait_timeout_while(self.state(), timeout, |state| !state.stop && !ready(state));
+        let (state, _timeout) = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.stop
+    }
+}
+
+/// Starts the two threads of an engine.
+pub(crate) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>> {
+    let spawn = |name: &str, body: fn(&Engine)| {
+        let engine = Arc::clone(engine);
+        std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || body(&engine))
+            .map_err(|e| Error::io("starting a background thread failed", e))
+    };
+    let mut threads = vec![spawn("idemlog-flush", flush_loop)?];
+    match spawn("idemlog-sweep", sweep_loop) {
+        Ok(thread) => threads.push(thread),
+        Err(error) => {
+            engine.background.stop();
+            for thread in threads {
+                thread.join().unwrap_or_default();
+            }
+            return Err(error);
+        }
+    }
+    Ok(threads)
+}
+
+fn flush_loop(engine: &Engine) {
+    let flush = engine.options.flush_interval.max(Duration::from_millis(1));
+    let per_sync = engine
+        .options
+        .sync_interval
+        .as_nanos()
+        .div_ceil(flush.as_nanos())
+        .max(1);
+    let mut unsynced = 0u128;
+    loop {
+        // While something is written but not synced, the wait is at most one interval.
+        let idle = if unsynced > 0 { flush } else { SWEEP_INTERVAL };
+        if !engine.background.wait(idle, |state| state.dirty) {
+            return;
+        }
+        if !engine.background.wait(flush, |_| false) {
+            return;
+        }
+        engine.background.state().dirty = false;
+        let result = engine.flush_due(unsynced >= per_sync);
+        let pending = engine.syncer.durable() < engine.core().writer.written();
+        unsynced = if pending { unsynced + 1 } else { 0 };
+        engine.note_background(&result);
+        if result.is_err() && engine.poisoned().is_some() {
+            return;
+        }
+    }
+}
+
+fn sweep_loop(engine: &Engine) {
+    let mut pause = SWEEP_INTERVAL;
+    loop {
+        engine.deliver_events();
+        let going = engine
+            .background
+            .wait(pause, |state| std::mem::take(&mut state.work));
+        if !going {
+            return;
+        }
+        let result = engine.maintain();
+        pause = if result.is_ok() {
+            SWEEP_INTERVAL
+        } else {
+            (pause * 2).min(PAUSE_MAX)
+        };
+        engine.note_background(&result);
+        if result.is_err() && !engine.background.wait(pause, |_| false) {
+            return;
+        }
+    }
+}
+
+impl Engine {
+    /// Writes out what waits in memory; with `sync`, also flushes what was written before.
+    fn flush_due(&self, sync: bool) -> Result<()> {
+        {
+            let mut core = self.core();
+            if core.closed || self.poisoned().is_some() {
+                return Ok(());
+            }
+            self.write_out(&mut core)?;
+        }
+        if sync { self.sync_all() } else { Ok(()) }
+    }
+
+    pub(crate) fn note_background(&self, result: &Result<()>) {
+        let message = match result {
+            Ok(()) => None,
+            Err(error) if error.kind() == ErrorKind::Closed => None,
+            Err(error) => Some(error.to_string()),
+        };
+        if let Some(message) = &message {
+            self.counters.background_failures.add(1);
+            self.tell(Event::BackgroundFailed {
+                message: message.clone(),
+            });
+        }
+        *self
+            .background_error
+            .write()
+            .unwrap_or_else(PoisonError::into_inner) = message;
+    }
+
+    pub(crate) fn background_error(&self) -> Option<String> {
+        self.background_error
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+    }
+
+    /// Ends the store for all handles: everything answered so far becomes durable, and the next
+    /// open finds a clean end of the log.
+    pub(crate) fn close(&self) -> Result<()> {
+        if self.core().closed {
+            return Ok(());
+        }
+        let synced = match self.poison.error() {
+            Some(error) => Err(error),
+            None => self.sync_all(),
+        };
+        let _one_at_a_time = self.maintenance();
+        let end = {
+            let mut core = self.core();
+            if core.closed {
+                return Ok(());
+            }
+            core.closed = true;
+            core.writer.end()
+        };
+        synced?;
+        // Whatever was appended between the flush and the mark above is not durable: not clean.
+        let clean = self.syncer.durable() == end;
+        if std::process::id() != self.pid {
+            return Ok(());
+        }
+        if clean {
+            self.write_hint();
+        }
+        self.edit_manifest(|manifest| manifest.closed_at = clean.then(|| end.get()))
+    }
+
+    pub(crate) fn uses_zero_fill(options: &crate::options::Options, in_place: bool) -> bool {
+        super::prepare::wants_zero_fill(options.zero_fill, options.durability, in_place)
+    }
+}

@@ -1,0 +1,468 @@
+//! What the append lock protects: the end of the log, the active table, the unsettled entries.
+//!
+//! Safety properties:
+//! A. A slot of the table refers only to a record that is complete in the log image.
+//! B. When a write fails, every change made since the last successful write is taken back, newest
+//!    first, unless something of it was promised to a caller; then the store is poisoned.
+//! C. The view changes only together with the table: whoever holds the lock sees every record
+//!    exactly once, in the table, in the frozen table, or in a run.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
+
+use crate::format::manifest::SealedEntry;
+use crate::format::record::{
+    KIND_COUNT, Kind, Record, SEAL_BYTES, SYNC_MARK_BYTES, Seal, SyncMark, UNSETTLED_LIST_MAX,
+    encode_unsettled, footer_bytes,
+};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::{to_u32, to_usize};
+use crate::index::active::{ActiveTable, SlotUndo};
+use crate::index::run::Run;
+use crate::key::NamespaceKind;
+use crate::log::segment::SegmentFile;
+use crate::log::writer::Writer;
+use crate::model::retention::{DropTime, inherited, keeps_segment_until};
+use crate::options::Durability;
+use crate::position::Position;
+use crate::stamp::Stamps;
+
+/// Counts of one segment, kept while it is active and written into its seal.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tally {
+    pub(crate) by_kind: [u32; KIND_COUNT],
+    /// Records that a later record of the same segment supersedes.
+    pub(crate) superseded_count: u32,
+    /// Current unsettled records of this segment.
+    pub(crate) unsettled_count: usize,
+    pub(crate) drop_at: DropTime,
+}
+
+impl Tally {
+    pub(crate) fn new() -> Self {
+        Tally {
+            by_kind: [0; KIND_COUNT],
+            superseded_count: 0,
+            unsettled_count: 0,
+            drop_at: DropTime::NOW,
+        }
+    }
+
+    pub(crate) fn add(&mut self, record: &Record<'_>) {
+        if let Some(count) = self.by_kind.get_mut(record.kind as usize) {
+            *count += 1;
+        }
+        self.drop_at = self.drop_at.max(keeps_segment_until(record));
+    }
+
+    pub(crate) fn records_count(&self) -> u32 {
+        self.by_kind.iter().sum()
+    }
+}
+
+/// A full segment whose run is being built.
+#[derive(Debug)]
+pub(crate) struct Frozen {
+    pub(crate) table: ActiveTable,
+    pub(crate) segment: Arc<SegmentFile>,
+    pub(crate) tally: Tally,
+    /// Offset behind the seal record.
+    pub(crate) end: u32,
+    /// Trusted second of its first record.
+    pub(crate) began_at_s: u32,
+    /// Set once a flush of the file has returned.
+    pub(crate) synced: AtomicBool,
+}
+
+/// A sealed segment.
+#[derive(Debug)]
+pub(crate) struct Sealed {
+    pub(crate) segment: Arc<SegmentFile>,
+    pub(crate) entry: SealedEntry,
+    /// The segment as it was before it was sealed: readers of older views may have it mapped.
+    pub(crate) former: Weak<SegmentFile>,
+}
+
+/// One run, and whether it has shown damage.
+#[derive(Debug)]
+pub(crate) struct Part {
+    pub(crate) run: Run,
+    pub(crate) damaged: AtomicBool,
+}
+
+/// Everything behind the active segment, immutable: look-ups probe it without a lock.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct View {
+    pub(crate) frozen: Option<Arc<Frozen>>,
+    /// Newest first.
+    pub(crate) parts: Vec<Arc<Part>>,
+    pub(crate) sealed: BTreeMap<u64, Arc<Sealed>>,
+}
+
+impl View {
+    /// Returns the segment with this id, unless it is the active one or gone.
+    pub(crate) fn segment(&self, id: u64) -> Option<&Arc<SegmentFile>> {
+        match &self.frozen {
+            Some(frozen) if frozen.segment.id == id => Some(&frozen.segment),
+            _ => self.sealed.get(&id).map(|sealed| &sealed.segment),
+        }
+    }
+
+    fn drop_at(&self, id: u64) -> DropTime {
+        match &self.frozen {
+            Some(frozen) if frozen.segment.id == id => frozen.tally.drop_at,
+            _ => self
+                .sealed
+                .get(&id)
+                .map_or(DropTime::NOW, |s| DropTime::from_disk(s.entry.drop_at_s)),
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.frozen.is_none() && self.parts.is_empty()
+    }
+}
+
+/// One claim, start or key in doubt: what may not be dropped with its segment.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct UnsettledEntry {
+    pub(crate) namespace: u16,
+    /// End of the lease on the boot clock, for claims granted by this opener.
+    pub(crate) deadline_boot_ms: Option<u64>,
+    /// Log space kept free for what its owner may still write.
+    pub(crate) owed_bytes: u32,
+}
+
+/// A namespace in force.
+#[derive(Clone, Debug)]
+pub(crate) struct KnownNamespace {
+    pub(crate) name: String,
+    pub(crate) kind: NamespaceKind,
+}
+
+/// What is needed to take one append back.
+#[derive(Debug)]
+struct Undo {
+    slot: SlotUndo,
+    added: Option<u64>,
+    removed: Option<(u64, UnsettledEntry)>,
+}
+
+/// See the module's description.
+#[derive(Debug)]
+pub(crate) struct Core {
+    pub(crate) writer: Writer,
+    pub(crate) table: ActiveTable,
+    pub(crate) tally: Tally,
+    /// Trusted second from which on the active segment's records were written.
+    pub(crate) began_at_s: u32,
+    /// Prepared segments, listed in the manifest, in order.
+    pub(crate) next: VecDeque<Arc<SegmentFile>>,
+    pub(crate) view: Arc<View>,
+    /// By position: the unsettled records that are their key's newest.
+    pub(crate) unsettled: BTreeMap<u64, UnsettledEntry>,
+    pub(crate) owed_bytes: u64,
+    /// The largest frame that a namespace opened so far may write.
+    pub(crate) frame_bytes_max: u32,
+    pub(crate) stamps: Stamps,
+    pub(crate) namespaces: HashMap<u16, KnownNamespace>,
+    /// How many writes have failed and were taken back.
+    pub(crate) failures: usize,
+    pub(crate) closed: bool,
+    /// End of the log when the newest hint was written.
+    hinted: Position,
+    /// The background was asked to prepare the next segment.
+    next_asked: bool,
+    undo: Vec<Undo>,
+    /// The tally as of the last successful write.
+    tally_written: Tally,
+    /// Something behind the last successful write was promised to a caller (B).
+    promised: bool,
+    /// The durable position that the newest sync mark names.
+    marked: Position,
+}
+
+impl Core {
+    pub(crate) fn new(writer: Writer, table: ActiveTable, tally: Tally, stamps: Stamps) -> Self {
+        Core {
+            marked: writer.end(),
+            writer,
+            table,
+            tally,
+            began_at_s: 0,
+            next: VecDeque::new(),
+            view: Arc::default(),
+            unsettled: BTreeMap::new(),
+            owed_bytes: 0,
+            frame_bytes_max: 0,
+            stamps,
+            namespaces: HashMap::new(),
+            failures: 0,
+            closed: false,
+            hinted: Position::START,
+            next_asked: false,
+            undo: Vec::new(),
+            tally_written: tally,
+            promised: false,
+        }
+    }
+
+    /// Returns the bytes that records may still take in the active segment.
+    fn free_bytes(&self) -> usize {
+        let footer = footer_bytes(self.tally.unsettled_count + 1) + SYNC_MARK_BYTES;
+        self.writer.room_bytes().saturating_sub(footer)
+    }
+
+    /// Says whether a hint would say something that the newest one does not. Only what this opener
+    /// has appended is worth one.
+    pub(crate) fn is_hint_due(&self) -> bool {
+        self.writer.last_offset() != 0 && self.hinted != self.writer.end()
+    }
+
+    pub(crate) fn note_hint(&mut self) {
+        self.hinted = self.writer.end();
+    }
+
+    /// Says, once a segment, that it is half full and no next one is prepared.
+    pub(crate) fn wants_next(&mut self) -> bool {
+        let wants = !self.next_asked && self.next.is_empty() && self.is_half_full();
+        self.next_asked |= wants;
+        wants
+    }
+
+    pub(crate) fn is_half_full(&self) -> bool {
+        self.writer.end_offset() > self.writer.segment.bytes / 2
+    }
+
+    /// Says whether a frame fits into the active segment with everything that must follow it.
+    pub(crate) fn fits(&self, frame_bytes: usize) -> bool {
+        !self.table.is_full() && self.free_bytes() >= frame_bytes
+    }
+
+    /// Says whether a record may be appended now.
+    pub(crate) fn has_room(&self, room: Room) -> bool {
+        self.fits(room.frame_bytes) && self.admits(room)
+    }
+
+    /// Says whether what open claims owe still fits behind a new key into what is prepared.
+    pub(crate) fn admits(&self, room: Room) -> bool {
+        let Room {
+            frame_bytes,
+            need: Need::New { owed_bytes },
+        } = room
+        else {
+            return true;
+        };
+        let wanted = self.owed_bytes + owed_bytes + frame_bytes as u64;
+        let mut free = self.free_bytes() as u64;
+        for next in &self.next {
+            // Header, footer, and the end of a segment that the next frame does not fit into.
+            let lost = SEGMENT_HEADER_BYTES + SEAL_BYTES + SYNC_MARK_BYTES;
+            let bytes = to_usize(next.bytes).saturating_sub(lost);
+            free += (bytes - bytes / 4) as u64;
+        }
+        free >= wanted
+    }
+
+    /// Appends a record that supersedes `older` (position, kind, expiry), and publishes it (A).
+    pub(crate) fn append(
+        &mut self,
+        record: &Record<'_>,
+        h: u64,
+        older: Option<Older>,
+        entry: Option<UnsettledEntry>,
+    ) -> Position {
+        let offset = self.writer.append(record);
+        let position = Position::new(self.writer.segment.id, offset);
+        let here = older.filter(|o| o.position.segment() == self.writer.segment.id);
+        let replaced = here.and_then(|o| self.table.replace(h, o.position.offset(), offset));
+        let slot = match replaced {
+            Some(slot) => {
+                self.tally.superseded_count += 1;
+                slot
+            }
+            None => self.table.insert(h, offset),
+        };
+        self.tally.add(record);
+        let removed = older.and_then(|o| self.settle(o.position));
+        let added = entry.map(|entry| {
+            self.owed_bytes += u64::from(entry.owed_bytes);
+            self.tally.unsettled_count += 1;
+            self.unsettled.insert(position.get(), entry);
+            position.get()
+        });
+        if !self.promised {
+            self.undo.push(Undo {
+                slot,
+                added,
+                removed,
+            });
+        }
+        position
+    }
+
+    /// Returns the drop time that a record superseding `older` must carry; `None` if none.
+    pub(crate) fn inherit(&self, older: Option<Older>, trusted_ms: u64) -> Option<u32> {
+        let older = older?;
+        let id = older.position.segment();
+        let segment = (id != self.writer.segment.id).then(|| self.view.drop_at(id));
+        let until = inherited(older.kind, older.expires_at_s, older.inherit, segment);
+        (!until.has_come(trusted_ms)).then_some(until.to_disk())
+    }
+
+    fn settle(&mut self, position: Position) -> Option<(u64, UnsettledEntry)> {
+        let entry = self.unsettled.remove(&position.get())?;
+        self.owed_bytes -= u64::from(entry.owed_bytes);
+        if position.segment() == self.writer.segment.id {
+            self.tally.unsettled_count -= 1;
+        }
+        Some((position.get(), entry))
+    }
+
+    /// Notes that an answer at this level rests on the record here: at `Buffered` nothing waits
+    /// for it to be written, so it may not be taken back any more.
+    pub(crate) fn rest_on(&mut self, position: Position, level: Durability) {
+        if level == Durability::Buffered && position >= self.writer.written() {
+            self.promise();
+        }
+    }
+
+    /// Says that a caller was or will be told of something that is not written yet.
+    pub(crate) fn promise(&mut self) {
+        self.promised = true;
+        self.undo.clear();
+    }
+
+    /// Notes that everything appended is in the file.
+    pub(crate) fn note_written(&mut self) {
+        self.undo.clear();
+        self.promised = false;
+        self.tally_written = self.tally;
+    }
+
+    /// Takes back everything since the last successful write (B). `false`: something of it was
+    /// promised, or the bytes could not be neutralised.
+    pub(crate) fn take_back(&mut self) -> bool {
+        if self.promised || self.writer.take_back().is_err() {
+            return false;
+        }
+        while let Some(undo) = self.undo.pop() {
+            self.table.undo(undo.slot);
+            if let Some(entry) = undo.added.and_then(|at| self.unsettled.remove(&at)) {
+                self.owed_bytes -= u64::from(entry.owed_bytes);
+            }
+            if let Some((at, entry)) = undo.removed {
+                self.owed_bytes += u64::from(entry.owed_bytes);
+                self.unsettled.insert(at, entry);
+            }
+        }
+        self.tally = self.tally_written;
+        self.failures += 1;
+        true
+    }
+
+    /// Appends a sync mark if the durable position has moved since the last one.
+    pub(crate) fn mark(&mut self, durable: Position, trusted_ms: u64) {
+        if durable > self.marked && self.writer.has_unwritten() && self.free_bytes() > 0 {
+            self.marked = durable;
+            self.writer.append_mark(SyncMark {
+                durable: durable.get(),
+                trusted_ms,
+            });
+        }
+    }
+
+    /// Ends the active segment with its footer, in memory. The caller writes it out.
+    pub(crate) fn append_footer(&mut self, trusted_ms: u64) {
+        let id = self.writer.segment.id;
+        let range = Position::new(id, 0).get()..Position::new(id + 1, 0).get();
+        let offsets: Vec<u32> = self
+            .unsettled
+            .range(range)
+            .map(|(at, _)| Position::from_u64(*at).offset())
+            .collect();
+        for list in offsets.chunks(UNSETTLED_LIST_MAX) {
+            self.writer
+                .append_with(|image, seed| encode_unsettled(list, image, seed));
+        }
+        let seal = Seal {
+            trusted_ms,
+            by_kind: self.tally.by_kind,
+            superseded_count: self.tally.superseded_count,
+            unsettled_count: to_u32(offsets.len()),
+            drop_at_s: self.tally.drop_at.to_disk(),
+        };
+        self.writer
+            .append_with(|image, seed| seal.encode(image, seed));
+        self.tally.unsettled_count = offsets.len();
+    }
+
+    /// Continues in the next prepared segment; the former one becomes the frozen one (C).
+    /// The caller has written the footer and found the frozen place empty.
+    pub(crate) fn switch(&mut self, next: Arc<SegmentFile>, trusted_ms: u64) -> Arc<Frozen> {
+        let table = ActiveTable::new(next.bytes);
+        let writer = Writer::new(next, to_u32(SEGMENT_HEADER_BYTES));
+        let full = std::mem::replace(&mut self.writer, writer);
+        let frozen = Arc::new(Frozen {
+            table: std::mem::replace(&mut self.table, table),
+            end: full.end_offset(),
+            began_at_s: std::mem::replace(&mut self.began_at_s, to_seconds(trusted_ms)),
+            segment: full.segment,
+            tally: self.tally,
+            synced: AtomicBool::new(false),
+        });
+        self.tally = Tally::new();
+        self.next_asked = false;
+        self.note_written();
+        let mut view = View::clone(&self.view);
+        view.frozen = Some(Arc::clone(&frozen));
+        self.view = Arc::new(view);
+        frozen
+    }
+}
+
+/// Room that a record needs, and on whose account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Room {
+    pub(crate) frame_bytes: usize,
+    pub(crate) need: Need,
+}
+
+/// On whose account room is needed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    /// A new key: the bound on the log applies, and what open claims owe must still fit behind
+    /// it, with what this one will owe.
+    New { owed_bytes: u64 },
+    /// What the owner of an open claim may write at any time, and upkeep.
+    Owed,
+}
+
+/// The newest record of a key, before it is superseded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Older {
+    pub(crate) position: Position,
+    pub(crate) kind: Kind,
+    pub(crate) expires_at_s: u32,
+    /// Until when it hides a record that is older still.
+    pub(crate) inherit: DropTime,
+}
+
+impl Older {
+    pub(crate) fn of(record: &Record<'_>, position: Position) -> Self {
+        Older {
+            position,
+            kind: record.kind,
+            expires_at_s: record.expires_at_s,
+            inherit: record
+                .parts
+                .inherit_s
+                .map_or(DropTime::NOW, DropTime::from_disk),
+        }
+    }
+}
+
+pub(crate) fn to_seconds(trusted_ms: u64) -> u32 {
+    u32::try_from(trusted_ms / 1000).unwrap_or(u32::MAX)
+}

@@ -1,0 +1,121 @@
+//! Hints: written when the store closes or stands still, read at open to replay less. A hint is
+//! never needed: a missing, stale or foreign one means that the segment is replayed whole.
+
+use std::collections::BTreeMap;
+
+use super::Engine;
+use super::catalog::remove_if_there;
+use super::core::Tally;
+use super::recovery::Replayed;
+use crate::format::hint::{HINT_BYTES_MAX, Hint};
+use crate::format::names::FileName;
+use crate::format::record::{Frame, seed};
+use crate::format::run::HASH_BITS;
+use crate::format::{StoreId, to_usize};
+use crate::index::KeyHash;
+use crate::index::active::ActiveTable;
+use crate::log::segment::SegmentFile;
+use crate::model::retention::DropTime;
+use crate::position::Position;
+use crate::vfs::{Access, Dir, read_all};
+
+/// A segment with fewer keys is replayed faster than a hint is read.
+const ENTRIES_MIN: usize = 4096;
+
+impl Engine {
+    /// Writes a hint of the active segment, if all of it is durable and it is worth it. Failure
+    /// is of no consequence.
+    pub(crate) fn write_hint(&self) {
+        let trusted_ms = self.now().trusted_ms;
+        let durable = self.syncer.durable();
+        let (table, mut hint) = {
+            let mut core = self.core();
+            let end = core.writer.end();
+            if end != durable || core.table.count() < ENTRIES_MIN || !core.is_hint_due() {
+                return;
+            }
+            let id = core.writer.segment.id;
+            let range = Position::new(id, 0).get()..Position::new(id + 1, 0).get();
+            let unsettled = core.unsettled.range(range);
+            let unsettled = unsettled
+                .map(|(at, entry)| (Position::from_u64(*at).offset(), entry.namespace))
+                .collect();
+            let hint = Hint {
+                store: self.store,
+                hash_key_id: self.hash.id(),
+                segment: id,
+                nonce: core.writer.segment.nonce,
+                end: end.offset(),
+                last: core.writer.last_offset(),
+                trusted_ms,
+                by_kind: core.tally.by_kind,
+                superseded_count: core.tally.superseded_count,
+                drop_at_s: core.tally.drop_at.to_disk(),
+                unsettled,
+                entries: Vec::new(),
+            };
+            core.note_hint();
+            (core.table.clone(), hint)
+        };
+        hint.entries = table.sorted();
+        let name = FileName::Hint(hint.segment).to_string();
+        let dir = self.dir.as_ref();
+        let write = || {
+            remove_if_there(dir, &name)?;
+            dir.open(&name, Access::Create)?.write_at(&hint.encode(), 0)
+        };
+        if write().is_err() {
+            remove_if_there(dir, &name).unwrap_or_default();
+        }
+    }
+}
+
+/// Reads the hint of a segment and turns it into a replay that has come as far as its end.
+pub(super) fn read_hint(
+    dir: &dyn Dir,
+    store: StoreId,
+    segment: &SegmentFile,
+    image: &[u8],
+    hash: &KeyHash,
+) -> Option<Replayed> {
+    let file = dir
+        .open(&FileName::Hint(segment.id).to_string(), Access::Read)
+        .ok()?;
+    let hint = Hint::decode(&read_all(file.as_ref(), HINT_BYTES_MAX).ok()?).ok()?;
+    let same = hint.store == store
+        && hint.hash_key_id == hash.id()
+        && (hint.segment, hint.nonce) == (segment.id, segment.nonce);
+    if !same || hint.end > segment.bytes || !ends_a_frame(&hint, segment, image) {
+        return None;
+    }
+    let mut table = ActiveTable::new(segment.bytes);
+    for (h, offset) in &hint.entries {
+        if table.is_full() || *h >> HASH_BITS != 0 {
+            return None;
+        }
+        table.insert(*h, *offset);
+    }
+    let unsettled: BTreeMap<u32, u16> = hint.unsettled.iter().copied().collect();
+    let tally = Tally {
+        by_kind: hint.by_kind,
+        superseded_count: hint.superseded_count,
+        unsettled_count: unsettled.len(),
+        drop_at: DropTime::from_disk(hint.drop_at_s),
+    };
+    Some(Replayed {
+        table,
+        tally,
+        unsettled,
+        sealed: false,
+        end: hint.end,
+        proven: Position::new(segment.id, hint.end).get(),
+        trusted_ms: hint.trusted_ms,
+    })
+}
+
+/// Says whether the log has a frame where the hint says that its last one is.
+fn ends_a_frame(hint: &Hint, segment: &SegmentFile, image: &[u8]) -> bool {
+    let bytes = image.get(to_usize(hint.last)..).unwrap_or_default();
+    Frame::verify(bytes, seed(segment.nonce, hint.last))
+        .is_ok_and(|frame| to_usize(hint.last) + frame.len() == to_usize(hint.end))
+}

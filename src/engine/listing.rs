@@ -1,0 +1,87 @@
+//! Lists of what is not settled.
+
+use super::Engine;
+use super::core::{KnownNamespace, UnsettledEntry};
+use super::lookup::read_error;
+use super::namespace::{Space, age};
+use crate::error::Result;
+use crate::model::claim::{Entry, view};
+use crate::options::NamespaceOptions;
+use crate::position::Position;
+use crate::verdict::{KeyState, Unsettled};
+
+impl Engine {
+    /// Lists pending keys, or keys in doubt. Keys change while the list is made: each entry was
+    /// true when it was read.
+    pub(crate) fn list_unsettled(&self, in_doubt: bool) -> Result<Vec<Unsettled>> {
+        let entries: Vec<(u64, UnsettledEntry, Option<KnownNamespace>)> = {
+            let core = self.core();
+            super::check_open(&core)?;
+            core.unsettled
+                .iter()
+                .map(|(at, entry)| (*at, *entry, core.namespaces.get(&entry.namespace).cloned()))
+                .collect()
+        };
+        let mut list = Vec::new();
+        for (at, entry, namespace) in entries {
+            let Some(namespace) = namespace else { continue };
+            if let Some(found) = self.unsettled_at(Position::from_u64(at), entry, namespace)?
+                && matches!(found.state, KeyState::InDoubt(_)) == in_doubt
+            {
+                list.push(found);
+            }
+        }
+        Ok(list)
+    }
+
+    /// Reads the record at this position; `None` if it was settled meanwhile and is gone.
+    fn unsettled_at(
+        &self,
+        position: Position,
+        unsettled: UnsettledEntry,
+        namespace: KnownNamespace,
+    ) -> Result<Option<Unsettled>> {
+        let now = self.now();
+        let own = |record: &crate::format::record::Record<'_>| {
+            (record.key.to_vec(), Entry::of_record(record))
+        };
+        let (segment, in_image) = {
+            let core = self.core();
+            if position.segment() == core.writer.segment.id {
+                let read = core
+                    .writer
+                    .read_image(position.offset(), |f| f.record().map(|r| own(&r)));
+                (Some(core.writer.segment.clone()), read)
+            } else {
+                (core.view.segment(position.segment()).cloned(), None)
+            }
+        };
+        let Some(segment) = segment else {
+            return Ok(None);
+        };
+        let read = in_image.unwrap_or_else(|| {
+            segment.read(position.offset(), |frame| frame.record().map(|r| own(&r)))
+        });
+        let (key, entry) = read.map_err(|e| read_error(e, &segment, position.offset()))?;
+        let space = Space {
+            id: unsettled.namespace,
+            name: namespace.name,
+            kind: namespace.kind,
+            options: NamespaceOptions::new(),
+        };
+        let env = {
+            let core = self.core();
+            let mut env = self.env::<()>(&core, &space, None, now, space.options.retention);
+            env.deadline_boot_ms = unsettled.deadline_boot_ms;
+            env
+        };
+        let state = view(Some(&entry), &env);
+        let age = age(&now, entry.state.at_ms);
+        Ok(Some(Unsettled {
+            namespace: space.name,
+            key,
+            state,
+            age,
+        }))
+    }
+}

@@ -1,0 +1,236 @@
+//! The shell: locks, threads, and the order of steps. It introduces log and index to each other.
+//!
+//! Lock order: `maintenance`, then `catalog`, then `core`, then the syncer's own. No lock is held
+//! over user code or a flush; `core` is held over a `write` of what was just appended, never over
+//! a read of sealed data.
+
+mod append;
+mod background;
+pub(crate) mod batch;
+mod catalog;
+pub(crate) mod claim;
+pub(crate) mod class;
+mod core;
+pub(crate) mod handle;
+mod hint;
+mod listing;
+mod lookup;
+pub(crate) mod namespace;
+mod open;
+mod poison;
+mod prepare;
+mod recovery;
+pub(crate) mod run_once;
+mod seal;
+mod space;
+mod sweep;
+pub(crate) mod ticket;
+#[cfg(feature = "bincode")]
+mod typed;
+mod update;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use self::catalog::{Catalog, EditError};
+use self::core::Core;
+use self::poison::Poison;
+use crate::clock::{Anchor, Clock, Now, TrustedTime};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::StoreId;
+use crate::format::manifest::Manifest;
+use crate::index::KeyHash;
+use crate::log::sync::Syncer;
+use crate::options::{Durability, Event, Options};
+use crate::stats::{Counters, OpenReport};
+use crate::vfs::{Dir, Lock};
+
+/// Events kept for a callback that does not keep up; further ones are lost.
+const EVENTS_MAX: usize = 10_000;
+
+/// One open store.
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub(crate) dir: Arc<dyn Dir>,
+    /// Held until the store is closed and the last guard is gone, so that no second opener gets
+    /// in while anything of this one could still write.
+    lock: Mutex<Option<Box<dyn Lock>>>,
+    /// Claim guards that are alive.
+    pub(crate) guards_count: AtomicUsize,
+    pub(crate) options: Options,
+    pub(crate) time: TrustedTime,
+    pub(crate) hash: KeyHash,
+    pub(crate) store: StoreId,
+    pub(crate) generation: u64,
+    pub(crate) pid: u32,
+    pub(crate) core: Mutex<Core>,
+    pub(crate) syncer: Syncer,
+    catalog: Mutex<Catalog>,
+    /// Seals, rolls and sweeps are one at a time.
+    maintenance: Mutex<prepare::Upkeep>,
+    poison: Poison,
+    pub(crate) counters: Counters,
+    /// Zero-fill pays on this file system.
+    zero_fill: bool,
+    clock_was_suspect: AtomicBool,
+    /// What the callback is still to be told.
+    events: Mutex<Vec<Event>>,
+    background_error: RwLock<Option<String>>,
+    pub(crate) background: background::Signals,
+    pub(crate) report: OpenReport,
+}
+
+impl Engine {
+    pub(crate) fn clock(&self) -> &dyn Clock {
+        self.options.clock.as_ref()
+    }
+
+    /// Reads trusted time; reports the first reading of a suspect wall clock.
+    pub(crate) fn now(&self) -> Now {
+        let now = self.time.now(self.clock());
+        if now.suspect != self.clock_was_suspect.load(Ordering::Relaxed) {
+            self.clock_was_suspect.store(now.suspect, Ordering::Relaxed);
+            if now.suspect {
+                self.tell(Event::ClockSuspect);
+            }
+        }
+        now
+    }
+
+    /// Takes the append lock. A thread that panicked while it held the lock may have left half a
+    /// change behind: the store is poisoned then.
+    pub(crate) fn core(&self) -> MutexGuard<'_, Core> {
+        self.core.lock().unwrap_or_else(|broken| {
+            self.poison_with("a thread panicked inside the store".to_owned());
+            broken.into_inner()
+        })
+    }
+
+    fn catalog(&self) -> MutexGuard<'_, Catalog> {
+        self.catalog.lock().unwrap_or_else(|broken| {
+            self.poison_with("a thread panicked inside the store".to_owned());
+            broken.into_inner()
+        })
+    }
+
+    fn maintenance(&self) -> MutexGuard<'_, prepare::Upkeep> {
+        self.maintenance
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Replaces the manifest. An edit of which nobody knows whether it is on disk poisons.
+    fn edit_manifest(&self, change: impl FnOnce(&mut Manifest)) -> Result<()> {
+        self.edit_manifest_at(self.time.anchor(self.clock(), 0, false), change)
+    }
+
+    fn edit_manifest_at(&self, anchor: Anchor, change: impl FnOnce(&mut Manifest)) -> Result<()> {
+        let edited = self.catalog().edit(|manifest| {
+            manifest.anchor = anchor;
+            change(manifest);
+        });
+        edited.map_err(|EditError { error, uncertain }| {
+            if uncertain {
+                self.poison_with(error.to_string());
+                return error.maybe_applied();
+            }
+            error
+        })
+    }
+
+    /// Lets the wall clock push trusted time ahead, as far as it may be believed or somebody
+    /// confirmed it. The push is durable before anything is decided by it.
+    pub(crate) fn push_time(&self, confirmed: bool) -> Result<()> {
+        let Some(push_ms) = self.time.push_due(self.clock(), confirmed) else {
+            return Ok(());
+        };
+        let anchor = self.time.anchor(self.clock(), push_ms, confirmed);
+        self.edit_manifest_at(anchor, |_| ())?;
+        self.time.push(push_ms, confirmed);
+        Ok(())
+    }
+
+    /// Refuses every write from here on.
+    pub(crate) fn poison_with(&self, cause: String) {
+        if self.poison.set(cause.clone()) {
+            self.syncer.poison();
+            self.tell(Event::Poisoned { message: cause });
+        }
+    }
+
+    pub(crate) fn poisoned(&self) -> Option<&str> {
+        self.poison.cause()
+    }
+
+    /// Keeps an event for the callback, which is never called from here: locks may be held.
+    pub(crate) fn tell(&self, event: Event) {
+        if self.options.on_event.is_none() {
+            return;
+        }
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() < EVENTS_MAX {
+            events.push(event);
+        }
+        drop(events);
+        self.background.wake();
+    }
+
+    /// Calls the callback with everything that happened, with no lock held.
+    fn deliver_events(&self) {
+        let Some(callback) = &self.options.on_event else {
+            return;
+        };
+        let events =
+            std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner));
+        for event in &events {
+            callback(event);
+        }
+    }
+
+    /// Lets other openers in, if the store is closed and no guard is alive.
+    pub(crate) fn unlock_if_over(&self) {
+        // Acquire pairs with the Release of a guard's end: what it wrote is in the file.
+        let over = self.guards_count.load(Ordering::Acquire) == 0 && self.core().closed;
+        if over {
+            drop(
+                self.lock
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take(),
+            );
+        }
+    }
+
+    /// Checks what every writing call checks first.
+    pub(crate) fn check_writable(&self, core: &Core) -> Result<()> {
+        check_open(core)?;
+        if std::process::id() != self.pid {
+            return Err(Error::new(
+                ErrorKind::Closed,
+                "handle was inherited by a forked child; open the store in the child instead",
+            ));
+        }
+        match self.poison.error() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn level(
+        &self,
+        namespace: Option<Durability>,
+        call: Option<Durability>,
+    ) -> Durability {
+        call.or(namespace).unwrap_or(self.options.durability)
+    }
+}
+
+pub(crate) fn check_open(core: &Core) -> Result<()> {
+    if core.closed {
+        return Err(Error::new(
+            ErrorKind::Closed,
+            "store was closed by this process",
+        ));
+    }
+    Ok(())
+}

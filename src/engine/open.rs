@@ -1,0 +1,353 @@
+//! Opening a directory: is it a store, is it free, what of it is ours; and creating one.
+//!
+//! The safety properties A to D are those of `recovery.rs`, which does the rest.
+
+use std::collections::BTreeSet;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::Engine;
+use super::catalog::{read_manifest, remove_if_there};
+use super::prepare::{create_segment, random_u32};
+use super::recovery::recover;
+use crate::clock::TrustedTime;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::{Manifest, RunEntry, SegmentEntry};
+use crate::format::names::FileName;
+use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
+use crate::index::KeyHash;
+use crate::log::replay::Replay;
+use crate::log::segment::SegmentFile;
+use crate::options::{Options, SEGMENT_BYTES_FIRST};
+use crate::stats::OpenReport;
+use crate::vfs::disk::{DiskDir, FileSystem};
+use crate::vfs::{Access, Dir, Lock};
+
+/// How often a held lock is tried again while an open waits for it.
+const LOCK_RETRY: Duration = Duration::from_millis(10);
+
+/// Opens a store in a directory of the file system.
+pub(crate) fn open_path(path: &Path, options: Options) -> Result<Arc<Engine>> {
+    let shown = path.display().to_string();
+    let failed = |e: io::Error| {
+        let what = match e.kind() {
+            io::ErrorKind::NotFound => "no store here: the directory does not exist",
+            io::ErrorKind::NotADirectory => "not a directory",
+            _ => "opening the directory failed",
+        };
+        let missing = matches!(
+            e.kind(),
+            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+        );
+        let mut error = Error::io(what, e);
+        if missing {
+            error = Error::new(ErrorKind::Incompatible, what);
+        }
+        error.in_file(shown.clone())
+    };
+    options.validate()?;
+    let dir = DiskDir::open(path, options.create).map_err(failed)?;
+    let file_system = dir.filesystem().map_err(failed)?;
+    if let FileSystem::Network(name) = file_system
+        && !options.network_allowed
+    {
+        return Err(Error::new(
+            ErrorKind::Incompatible,
+            format!(
+                "network file system: type={name}; locks and flushes may not hold there; use a \
+                 local disk, or allow_network_file_system"
+            ),
+        )
+        .in_file(shown));
+    }
+    open_dir(
+        Arc::new(dir),
+        &shown,
+        file_system == FileSystem::Local,
+        options,
+    )
+}
+
+/// Opens a store in any directory.
+pub(crate) fn open_dir(
+    dir: Arc<dyn Dir>,
+    shown: &str,
+    in_place: bool,
+    options: Options,
+) -> Result<Arc<Engine>> {
+    options.validate()?;
+    let started = options.clock.read().boot_ms;
+    look_before_lock(dir.as_ref(), shown, options.create)?;
+    let lock = take_lock(dir.as_ref(), shown, &options)?;
+    let mut report = OpenReport::default();
+    let manifest = match read_manifest(dir.as_ref())? {
+        Some(manifest) => manifest,
+        None => {
+            report.created = true;
+            create(dir.as_ref(), shown, &options)?
+        }
+    };
+    let mut engine = recover(dir, lock, in_place, options, manifest, report)?;
+    let elapsed = engine.clock().read().boot_ms.saturating_sub(started);
+    if let Some(engine) = Arc::get_mut(&mut engine) {
+        engine.report.elapsed = Duration::from_millis(elapsed);
+    }
+    Ok(engine)
+}
+
+/// Refuses what is not a store before anything is written, the lock file included (D).
+fn look_before_lock(dir: &dyn Dir, shown: &str, create: bool) -> Result<()> {
+    let names = dir
+        .list()
+        .map_err(|e| Error::io("listing the directory failed", e).in_file(shown))?;
+    let has = |wanted: FileName| names.iter().any(|n| *n == wanted.to_string());
+    if has(FileName::Manifest) {
+        return Ok(());
+    }
+    if let Some(foreign) = names.iter().find(|name| FileName::parse(name).is_none()) {
+        return Err(Error::new(
+            ErrorKind::Incompatible,
+            format!("not a store: found={foreign}; nothing was written; use an empty directory"),
+        )
+        .in_file(shown));
+    }
+    if !create {
+        return Err(Error::new(
+            ErrorKind::Incompatible,
+            "no store here: MANIFEST is missing",
+        )
+        .in_file(shown));
+    }
+    Ok(())
+}
+
+fn take_lock(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> {
+    let name = FileName::Lock.to_string();
+    let note = format!("pid={}", std::process::id());
+    let timeout_ms = u64::try_from(options.lock_timeout.as_millis()).unwrap_or(u64::MAX);
+    let deadline = options.clock.read().boot_ms.saturating_add(timeout_ms);
+    loop {
+        let attempt = dir
+            .lock(&name, true, &note)
+            .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))?;
+        let holder = match attempt {
+            Ok(lock) => return Ok(lock),
+            Err(holder) => holder,
+        };
+        if options.clock.read().boot_ms >= deadline {
+            return Err(Error::new(
+                ErrorKind::Locked,
+                format!("store is open elsewhere: holder={holder}; close it there or wait"),
+            )
+            .in_file(shown));
+        }
+        std::thread::park_timeout(LOCK_RETRY);
+    }
+}
+
+/// Creates a store: the first segment, then the manifest, whose rename makes it exist. Killed
+/// before that, the next open starts again.
+fn create(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Manifest> {
+    let names = dir
+        .list()
+        .map_err(|e| Error::io("listing the directory failed", e).in_file(shown))?;
+    for name in &names {
+        match FileName::parse(name) {
+            Some(FileName::Segment(_)) => refuse_records(dir, name, &BTreeSet::new())?,
+            Some(FileName::Run { .. } | FileName::Filter { .. } | FileName::Hint(_)) => {
+                return Err(manifest_missing(name));
+            }
+            _ => {}
+        }
+    }
+    let mut store = [0; 16];
+    let mut hash_key = [0; 16];
+    for bytes in [&mut store, &mut hash_key] {
+        getrandom::fill(bytes)
+            .map_err(|e| Error::new(ErrorKind::Io, format!("no randomness: {e}")))?;
+    }
+    let nonce = random_u32()?;
+    let bytes = SEGMENT_BYTES_FIRST.min(options.segment_bytes);
+    let hash_key_id = KeyHash::new(&hash_key, store).id();
+    create_segment(
+        dir,
+        &SegmentHeader {
+            store,
+            id: 1,
+            nonce,
+            bytes,
+            hash_key_id,
+            recycled: false,
+        },
+        false,
+    )?;
+    let time = TrustedTime::resume(options.clock.as_ref(), None, 0);
+    Ok(Manifest {
+        store,
+        edit: 0,
+        hash_key,
+        generation_reserved: 0,
+        anchor: time.anchor(options.clock.as_ref(), 0, false),
+        segment_next: 2,
+        namespace_next: 1,
+        closed_at: None,
+        namespaces: Vec::new(),
+        segments: vec![SegmentEntry {
+            id: 1,
+            nonce,
+            bytes,
+            sealed: None,
+        }],
+        runs: Vec::new(),
+        dropped: Vec::new(),
+    })
+}
+
+fn manifest_missing(name: &str) -> Error {
+    Error::new(
+        ErrorKind::Damaged,
+        "MANIFEST is missing but files of a store are here; nothing was changed; restore it from \
+         a backup",
+    )
+    .in_file(name)
+}
+
+/// Refuses a segment file that holds records although no manifest lists it (C, D). A file of
+/// which not even the header is whole never held any.
+fn refuse_records(dir: &dyn Dir, name: &str, dropped: &BTreeSet<u64>) -> Result<()> {
+    let failed = |e| Error::io("reading an unlisted segment failed", e).in_file(name);
+    let file = dir.open(name, Access::Read).map_err(failed)?;
+    let mut head = vec![0; SEGMENT_HEADER_BYTES + crate::format::record::FRAME_BYTES_MAX];
+    let got = file.read_at(&mut head, 0).map_err(failed)?;
+    let head = head.get(..got).unwrap_or_default();
+    let Ok(header) = SegmentHeader::decode(head) else {
+        return Ok(());
+    };
+    // A dropped segment that was being recycled under a new name still has its old header.
+    if dropped.contains(&header.id) {
+        return Ok(());
+    }
+    if Replay::new(head, header.nonce).next().is_some() {
+        return Err(Error::damaged(
+            name,
+            0,
+            "segment holds records but the manifest does not list it; nothing was changed; \
+             restore the manifest that belongs to it, or move the file away",
+        ));
+    }
+    Ok(())
+}
+
+/// Removes what interrupted work left behind: temporaries, unlisted runs, filters and hints, and
+/// segments that never held a record or whose drop is declared (C).
+pub(super) fn remove_orphans(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    report: &mut OpenReport,
+) -> Result<()> {
+    let listed: BTreeSet<u64> = manifest.segments.iter().map(|s| s.id).collect();
+    let open: BTreeSet<u64> = manifest
+        .segments
+        .iter()
+        .filter(|s| s.sealed.is_none())
+        .map(|s| s.id)
+        .collect();
+    let dropped: BTreeSet<u64> = manifest.dropped.iter().copied().collect();
+    let names = dir
+        .list()
+        .map_err(|e| Error::io("listing the directory failed", e))?;
+    for name in names {
+        let is_orphan = match FileName::parse(&name) {
+            None | Some(FileName::Lock | FileName::Manifest | FileName::Reserve) => false,
+            Some(FileName::ManifestNew | FileName::Temporary { .. }) => true,
+            Some(FileName::Hint(id)) => !open.contains(&id),
+            Some(
+                FileName::Run { lo, hi, generation } | FileName::Filter { lo, hi, generation },
+            ) => !manifest.runs.contains(&RunEntry { lo, hi, generation }),
+            Some(FileName::Segment(id)) if listed.contains(&id) => false,
+            Some(FileName::Segment(id)) if dropped.contains(&id) => true,
+            Some(FileName::Segment(_)) => {
+                refuse_records(dir, &name, &dropped)?;
+                true
+            }
+        };
+        if is_orphan {
+            remove_if_there(dir, &name)
+                .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
+            report.orphans_count += 1;
+        }
+    }
+    Ok(())
+}
+
+/// Opens a listed segment and compares size and header with what the manifest says.
+pub(super) fn open_segment(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    entry: &SegmentEntry,
+    hash_key_id: u64,
+) -> Result<Arc<SegmentFile>> {
+    let name = FileName::Segment(entry.id).to_string();
+    let access = if entry.sealed.is_some() {
+        Access::Read
+    } else {
+        Access::Write
+    };
+    let file = dir.open(&name, access).map_err(|e| {
+        let missing = e.kind() == io::ErrorKind::NotFound;
+        let error = Error::io("opening a segment failed", e).in_file(name.clone());
+        if missing {
+            return Error::damaged(name.clone(), 0, "segment is missing; nothing was changed");
+        }
+        error
+    })?;
+    let failed = |e| Error::io("reading a segment failed", e).in_file(name.clone());
+    let size = file.size().map_err(failed)?;
+    if size != u64::from(entry.bytes) {
+        return Err(Error::damaged(
+            name.clone(),
+            size,
+            format!(
+                "segment has another size: found={size} expected={}; nothing was changed",
+                entry.bytes
+            ),
+        ));
+    }
+    let mut head = [0; SEGMENT_HEADER_BYTES];
+    file.read_at(&mut head, 0).map_err(failed)?;
+    let expected = SegmentHeader {
+        store: manifest.store,
+        id: entry.id,
+        nonce: entry.nonce,
+        bytes: entry.bytes,
+        hash_key_id,
+        recycled: false,
+    };
+    let header = match SegmentHeader::decode(&head) {
+        Ok(found)
+            if (SegmentHeader {
+                recycled: false,
+                ..found
+            }) == expected =>
+        {
+            found
+        }
+        Ok(_) => {
+            return Err(Error::damaged(
+                name,
+                0,
+                "file of another store or segment stands here; nothing was changed",
+            ));
+        }
+        Err(why) => {
+            return Err(Error::damaged(
+                name,
+                0,
+                format!("{}; nothing was changed", why.0),
+            ));
+        }
+    };
+    Ok(Arc::new(SegmentFile::new(&header, file)))
+}

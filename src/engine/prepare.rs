@@ -1,0 +1,229 @@
+//! Preparing the next segment: created or recycled, durable and listed before its first record.
+//!
+//! Order of steps: create (or rename a retired file), size, header, sync the file, sync the
+//! directory, manifest edit. Only then is the segment used.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::Engine;
+use super::catalog::remove_if_there;
+use super::core::Sealed;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::SegmentEntry;
+use crate::format::names::FileName;
+use crate::format::segment::SegmentHeader;
+use crate::format::to_u32;
+use crate::log::segment::SegmentFile;
+use crate::options::{Durability, SEGMENT_BYTES_FIRST, WhenFull, ZeroFill};
+use crate::position::Position;
+use crate::vfs::{Access, Dir};
+
+const ZERO_FILL_CHUNK_BYTES: usize = 4096;
+
+/// What upkeep remembers from one time to the next; whoever holds it is the only one at it.
+#[derive(Debug, Default)]
+pub(crate) struct Upkeep {
+    /// Dropped segments whose names are gone; durably so after the next directory sync.
+    pub(crate) unlinked: BTreeSet<u64>,
+    /// Files of dropped segments and runs whose removal failed and is tried again.
+    pub(crate) left: Vec<FileName>,
+    /// A dropped segment whose file is kept for the next one.
+    pub(crate) retired: Option<Arc<Sealed>>,
+    /// End of the log at the last upkeep.
+    pub(crate) end_before: Option<Position>,
+}
+
+impl Upkeep {
+    /// Takes the retired segment's id if its file has the size and nobody reads it any more.
+    fn take_retired(&mut self, bytes: u32) -> Option<u64> {
+        let free = self.retired.as_ref().is_some_and(|sealed| {
+            sealed.segment.bytes == bytes
+                && Arc::strong_count(sealed) == 1
+                && Arc::strong_count(&sealed.segment) == 1
+                && sealed.former.strong_count() == 0
+        });
+        // Dropping the last handle here ends the map before the file is written again.
+        self.retired
+            .take_if(|_| free)
+            .map(|sealed| sealed.segment.id)
+    }
+}
+
+impl Engine {
+    /// Prepares the next segment if the active one is more than half full and none is ready.
+    pub(crate) fn prepare_ahead(&self, upkeep: &mut Upkeep) -> Result<()> {
+        let due = {
+            let core = self.core();
+            core.next.is_empty() && core.is_half_full()
+        };
+        if due {
+            self.prepare_next(upkeep, 0, true)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Makes the next segment, out of a retired one where there is one of the right size.
+    /// `for_new_keys`: the bound on the log's size applies.
+    pub(crate) fn prepare_next(
+        &self,
+        upkeep: &mut Upkeep,
+        frame_bytes: usize,
+        for_new_keys: bool,
+    ) -> Result<()> {
+        let bytes = self.next_segment_bytes(frame_bytes);
+        if for_new_keys {
+            self.check_bound(upkeep, bytes)?;
+        }
+        let id = self.catalog().manifest().segment_next;
+        let nonce = random_u32()?;
+        let retired = upkeep.take_retired(bytes);
+        let header = SegmentHeader {
+            store: self.store,
+            id,
+            nonce,
+            bytes,
+            hash_key_id: self.hash.id(),
+            recycled: retired.is_some(),
+        };
+        let segment = match retired {
+            Some(old) => recycle_segment(self.dir.as_ref(), &header, old)?,
+            None => {
+                let zero_fill = self.zero_fill && bytes > SEGMENT_BYTES_FIRST;
+                create_segment(self.dir.as_ref(), &header, zero_fill)?
+            }
+        };
+        self.edit_manifest(|manifest| {
+            manifest.segment_next = id + 1;
+            manifest.segments.push(SegmentEntry {
+                id,
+                nonce,
+                bytes,
+                sealed: None,
+            });
+            manifest.dropped.retain(|id| Some(*id) != retired);
+        })?;
+        self.core().next.push_back(Arc::new(segment));
+        Ok(())
+    }
+
+    /// Each segment is twice the former one, up to full size, and holds four of the largest frame
+    /// that an open claim may still write. A segment that ends early is not outgrown.
+    fn next_segment_bytes(&self, frame_bytes: usize) -> u32 {
+        let core = self.core();
+        let newest = core
+            .next
+            .back()
+            .map_or(core.writer.segment.bytes, |next| next.bytes);
+        let grown = if core.is_half_full() {
+            newest.saturating_mul(2)
+        } else {
+            newest
+        };
+        let frame_bytes = to_u32(frame_bytes).max(core.frame_bytes_max);
+        grown
+            .max(frame_bytes.saturating_mul(4))
+            .next_multiple_of(4096)
+            .min(self.options.segment_bytes)
+    }
+
+    /// Refuses to grow the log over its bound, or makes room by forgetting the oldest.
+    fn check_bound(&self, upkeep: &mut Upkeep, bytes: u32) -> Result<()> {
+        let Some(max) = self.options.log_bytes_max else {
+            return Ok(());
+        };
+        loop {
+            let used: u64 = self
+                .catalog()
+                .manifest()
+                .segments
+                .iter()
+                .map(|s| u64::from(s.bytes))
+                .sum();
+            if used + u64::from(bytes) <= max {
+                return Ok(());
+            }
+            if self.options.when_full == WhenFull::EvictOldest && self.evict_oldest(upkeep)? {
+                continue;
+            }
+            return Err(Error::new(
+                ErrorKind::Full,
+                format!(
+                    "log is at its bound: log_bytes={used} log_bytes_max={max}; new keys are \
+                     refused until older ones expire; raise log_bytes_max"
+                ),
+            ));
+        }
+    }
+}
+
+/// Creates a segment file with its header, durable before anything refers to it.
+pub(crate) fn create_segment(
+    dir: &dyn Dir,
+    header: &SegmentHeader,
+    zero_fill: bool,
+) -> Result<SegmentFile> {
+    let name = FileName::Segment(header.id).to_string();
+    let create = || {
+        // The id was never in a manifest, so whatever has the name holds nothing.
+        remove_if_there(dir, &name)?;
+        let file = dir.open(&name, Access::Create)?;
+        file.allocate(u64::from(header.bytes))?;
+        if zero_fill {
+            let zeros = [0; ZERO_FILL_CHUNK_BYTES];
+            for at in (0..u64::from(header.bytes)).step_by(ZERO_FILL_CHUNK_BYTES) {
+                file.write_at(&zeros, at)?;
+            }
+        }
+        file.write_at(&header.encode(), 0)?;
+        file.sync()?;
+        dir.sync()?;
+        Ok(file)
+    };
+    match create() {
+        Ok(file) => Ok(SegmentFile::new(header, file)),
+        Err(error) => {
+            remove_if_there(dir, &name).unwrap_or_default();
+            Err(Error::io("creating the next segment failed", error).in_file(name))
+        }
+    }
+}
+
+/// Makes a segment out of the file of a dropped one: its blocks are allocated and written, so
+/// small commits into it cost one flush. The new nonce makes the old bytes invalid. Killed in
+/// between, the next open finds the header of a dropped segment, or of no listed one without
+/// records, and removes the file.
+fn recycle_segment(dir: &dyn Dir, header: &SegmentHeader, old: u64) -> Result<SegmentFile> {
+    let from = FileName::Segment(old).to_string();
+    let name = FileName::Segment(header.id).to_string();
+    let recycle = || {
+        dir.rename(&from, &name)?;
+        let file = dir.open(&name, Access::Write)?;
+        file.write_at(&header.encode(), 0)?;
+        file.sync()?;
+        dir.sync()?;
+        Ok(file)
+    };
+    match recycle() {
+        Ok(file) => Ok(SegmentFile::new(header, file)),
+        Err(error) => {
+            remove_if_there(dir, &name).unwrap_or_default();
+            remove_if_there(dir, &from).unwrap_or_default();
+            Err(Error::io("recycling a segment failed", error).in_file(name))
+        }
+    }
+}
+
+pub(crate) fn random_u32() -> Result<u32> {
+    getrandom::u32().map_err(|e| Error::new(ErrorKind::Io, format!("no randomness: {e}")))
+}
+
+/// Zero-filling pays where small commits wait for the device and files are overwritten in place.
+pub(crate) fn wants_zero_fill(zero_fill: ZeroFill, level: Durability, in_place: bool) -> bool {
+    match zero_fill {
+        ZeroFill::Always => true,
+        ZeroFill::Never => false,
+        ZeroFill::Auto => level == Durability::Power && in_place,
+    }
+}

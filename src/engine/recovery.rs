@@ -1,0 +1,682 @@
+//! Opening: lock, manifest, replay of unsealed segments, runs; and creation.
+//!
+//! Safety properties:
+//! A. Nothing is answered from bytes that the disk may not hold: what is found behind the last
+//!    proven durable position is written again in place and flushed first.
+//! B. Only what was never acknowledged as durable is cut: the log ends at its first invalid
+//!    frame, unless something behind proves that the place was durable; then it is damage.
+//! C. Killed at any step, the next open ends in the same state. Nothing is removed before what
+//!    replaces it is durable, and no file with records is removed unless the manifest says so.
+//! D. A damaged or foreign directory is never replaced by a fresh store.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, Mutex, RwLock, Weak};
+
+use super::Engine;
+use super::background::Signals;
+use super::catalog::Catalog;
+use super::core::{
+    Core, Frozen, KnownNamespace, Part, Sealed, Tally, UnsettledEntry, View, to_seconds,
+};
+use super::hint::read_hint;
+use super::open::{open_segment, remove_orphans};
+use super::poison::Poison;
+use super::seal::install_run;
+use crate::clock::TrustedTime;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::{Manifest, RunEntry};
+use crate::format::names::FileName;
+use crate::format::record::{Frame, Record, footer_bytes, seed};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::{to_u32, to_usize};
+use crate::index::KeyHash;
+use crate::index::active::ActiveTable;
+use crate::index::build::{IndexEntry, RunPlan};
+use crate::index::run::Run;
+use crate::log::replay::{Item, Replay, proven_behind};
+use crate::log::segment::SegmentFile;
+use crate::log::sync::Syncer;
+use crate::log::writer::Writer;
+use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
+use crate::position::Position;
+use crate::stamp::{GENERATIONS_RESERVED, Stamps, next_generation};
+use crate::stats::{Counters, OpenReport};
+use crate::vfs::{Access, Dir, Lock, read_all};
+
+/// One segment read back into a table.
+#[derive(Debug)]
+pub(crate) struct Replayed {
+    pub(crate) table: ActiveTable,
+    pub(crate) tally: Tally,
+    /// Offsets of unsettled records that no later record of the segment supersedes.
+    pub(crate) unsettled: BTreeMap<u32, u16>,
+    pub(crate) sealed: bool,
+    pub(crate) end: u32,
+    /// The furthest position that a mark inside the prefix proves durable.
+    pub(super) proven: u64,
+    pub(super) trusted_ms: u64,
+}
+
+/// Replays the valid prefix of a segment.
+pub(crate) fn replay_segment(
+    bytes: &[u8],
+    segment: &SegmentFile,
+    hash: &KeyHash,
+) -> Result<Replayed> {
+    let start = Replayed {
+        table: ActiveTable::new(segment.bytes),
+        tally: Tally::new(),
+        unsettled: BTreeMap::new(),
+        sealed: false,
+        end: to_u32(SEGMENT_HEADER_BYTES),
+        proven: 0,
+        trusted_ms: 0,
+    };
+    replay_on(start, bytes, segment, hash)
+}
+
+/// Continues a replay where it has come to.
+fn replay_on(
+    mut out: Replayed,
+    bytes: &[u8],
+    segment: &SegmentFile,
+    hash: &KeyHash,
+) -> Result<Replayed> {
+    let mut listed_count = None;
+    let mut replay = Replay::starting_at(bytes, segment.nonce, out.end);
+    for item in replay.by_ref() {
+        match item {
+            Item::Record(offset, record) => out.add(bytes, segment, hash, offset, &record)?,
+            Item::Mark(mark) => {
+                out.proven = out.proven.max(mark.durable);
+                out.trusted_ms = out.trusted_ms.max(mark.trusted_ms);
+            }
+            Item::Seal(seal) => {
+                out.trusted_ms = out.trusted_ms.max(seal.trusted_ms);
+                listed_count = Some(to_usize(seal.unsettled_count));
+            }
+            Item::Unsettled => {}
+        }
+    }
+    if replay.is_not_understood() {
+        return Err(Error::new(
+            ErrorKind::Incompatible,
+            "record of a newer version; nothing was changed; use a version that reads it",
+        )
+        .in_file(segment.name())
+        .at(u64::from(replay.end())));
+    }
+    out.sealed = replay.is_sealed();
+    out.end = replay.end();
+    // A sealed segment's footer says how many it lists: none of namespaces purged by then.
+    out.tally.unsettled_count = listed_count.unwrap_or(out.unsettled.len());
+    Ok(out)
+}
+
+impl Replayed {
+    fn add(
+        &mut self,
+        bytes: &[u8],
+        segment: &SegmentFile,
+        hash: &KeyHash,
+        offset: u32,
+        record: &Record<'_>,
+    ) -> Result<()> {
+        if self.table.is_full() {
+            return Err(Error::damaged(
+                segment.name(),
+                u64::from(offset),
+                "segment holds more records than its table has room for",
+            ));
+        }
+        let h = hash.hash(record.namespace, record.key);
+        let older = self.table.candidates(h).find(|at| {
+            let rest = bytes.get(to_usize(*at)..).unwrap_or_default();
+            // Verified moments ago in the same bytes; a frame that fails now is another key.
+            let frame = Frame::verify(rest, seed(segment.nonce, *at));
+            let same = frame.and_then(|f| f.record());
+            same.is_ok_and(|r| r.namespace == record.namespace && r.key == record.key)
+        });
+        match older {
+            Some(older) => {
+                self.table.replace(h, older, offset);
+                self.tally.superseded_count += 1;
+                self.unsettled.remove(&older);
+            }
+            None => {
+                self.table.insert(h, offset);
+            }
+        }
+        self.tally.add(record);
+        self.trusted_ms = self.trusted_ms.max(record.state.at_ms);
+        if record.kind.is_unsettled() {
+            self.unsettled.insert(offset, record.namespace);
+        }
+        Ok(())
+    }
+}
+
+/// What recovery has gathered before the engine exists.
+struct Gathered {
+    view: View,
+    /// Unsealed segments that were full, oldest first; all but the last are sealed during open.
+    frozen: Vec<(Arc<SegmentFile>, Replayed)>,
+    active: (Arc<SegmentFile>, Replayed),
+    next: Vec<Arc<SegmentFile>>,
+    runs: Vec<RunEntry>,
+    trusted_ms: u64,
+}
+
+pub(super) fn recover(
+    dir: Arc<dyn Dir>,
+    lock: Box<dyn Lock>,
+    in_place: bool,
+    options: Options,
+    manifest: Manifest,
+    mut report: OpenReport,
+) -> Result<Arc<Engine>> {
+    let hash = KeyHash::new(&manifest.hash_key, manifest.store);
+    report.clean = manifest.closed_at.is_some();
+    remove_orphans(dir.as_ref(), &manifest, &mut report)?;
+    let mut opened = BTreeMap::new();
+    for entry in &manifest.segments {
+        opened.insert(
+            entry.id,
+            open_segment(dir.as_ref(), &manifest, entry, hash.id())?,
+        );
+    }
+    let mut gathered = replay_unsealed(
+        dir.as_ref(),
+        &manifest,
+        &opened,
+        &hash,
+        &options,
+        &mut report,
+    )?;
+    open_sealed(
+        dir.as_ref(),
+        &manifest,
+        &opened,
+        &hash,
+        &mut gathered,
+        &mut report,
+    )?;
+
+    let wall_jump_ms = u64::try_from(options.wall_jump_max.as_millis()).unwrap_or(u64::MAX);
+    let time = TrustedTime::resume(options.clock.as_ref(), Some(manifest.anchor), wall_jump_ms);
+    time.raise(options.clock.as_ref(), gathered.trusted_ms);
+    let wall_ms = options.clock.read().wall_ms;
+    let generation = next_generation(manifest.generation_reserved, wall_ms);
+    let reserved = generation + GENERATIONS_RESERVED;
+
+    let namespaces = manifest
+        .namespaces
+        .iter()
+        .map(|n| {
+            (
+                n.id,
+                KnownNamespace {
+                    name: n.name.clone(),
+                    kind: n.kind,
+                },
+            )
+        })
+        .collect();
+    let store = manifest.store;
+    let engine = build_engine(Parts {
+        dir,
+        lock,
+        zero_fill: Engine::uses_zero_fill(&options, in_place),
+        options,
+        time,
+        hash,
+        store,
+        generation,
+        reserved,
+        namespaces,
+        manifest,
+        report,
+        gathered,
+    })?;
+    Ok(Arc::new(engine))
+}
+
+struct Parts {
+    dir: Arc<dyn Dir>,
+    lock: Box<dyn Lock>,
+    zero_fill: bool,
+    options: Options,
+    time: TrustedTime,
+    hash: KeyHash,
+    store: [u8; 16],
+    generation: u64,
+    reserved: u64,
+    namespaces: HashMap<u16, KnownNamespace>,
+    manifest: Manifest,
+    report: OpenReport,
+    gathered: Gathered,
+}
+
+fn build_engine(parts: Parts) -> Result<Engine> {
+    let Gathered {
+        view,
+        frozen,
+        active,
+        next,
+        runs,
+        ..
+    } = parts.gathered;
+    let (segment, replayed) = active;
+    let unsettled: Vec<(Position, u16)> = replayed
+        .unsettled
+        .iter()
+        .map(|(at, namespace)| (Position::new(segment.id, *at), *namespace))
+        .collect();
+    let writer = Writer::new(segment, replayed.end);
+    let end = writer.end();
+    let stamps = Stamps::new(parts.generation, parts.reserved);
+    let mut core = Core::new(writer, replayed.table, replayed.tally, stamps);
+    core.next = next.into();
+    core.namespaces = parts.namespaces;
+    let mut catalog = Catalog::new(Arc::clone(&parts.dir), parts.manifest);
+    let anchor = parts.time.anchor(parts.options.clock.as_ref(), 0, false);
+    if !catalog.manifest().dropped.is_empty() {
+        // Their unlinking must be durable before the manifest forgets them.
+        parts
+            .dir
+            .sync()
+            .map_err(|e| Error::io("syncing the directory failed", e))?;
+    }
+    // The first durable step of this opener: from here on an older stamp is never issued.
+    catalog.edit(|manifest| {
+        manifest.anchor = anchor;
+        manifest.generation_reserved = parts.reserved;
+        manifest.closed_at = None;
+        manifest.runs = runs;
+        manifest.dropped.clear();
+    })?;
+    catalog.keep_reserve();
+    let mut engine = Engine {
+        dir: parts.dir,
+        lock: Mutex::new(Some(parts.lock)),
+        guards_count: AtomicUsize::new(0),
+        options: parts.options,
+        time: parts.time,
+        hash: parts.hash,
+        store: parts.store,
+        generation: parts.generation,
+        pid: std::process::id(),
+        core: Mutex::new(core),
+        syncer: Syncer::new(end),
+        catalog: Mutex::new(catalog),
+        maintenance: Mutex::default(),
+        poison: Poison::default(),
+        counters: Counters::default(),
+        zero_fill: parts.zero_fill,
+        clock_was_suspect: AtomicBool::new(false),
+        events: Mutex::default(),
+        background_error: RwLock::new(None),
+        background: Signals::default(),
+        report: parts.report,
+    };
+    engine.core().view = Arc::new(view);
+    engine.seal_all_recovered(frozen)?;
+    engine.gather_unsettled(unsettled)?;
+    let unsettled_count = engine.core().unsettled.len() as u64;
+    engine.report.unsettled_count = unsettled_count;
+    Ok(engine)
+}
+
+impl Engine {
+    /// Seals the segments that were full, oldest first. Each begins when the one before it ends.
+    fn seal_all_recovered(&self, frozen: Vec<(Arc<SegmentFile>, Replayed)>) -> Result<()> {
+        let mut began_at_s = to_seconds(self.now().trusted_ms);
+        for (segment, replayed) in frozen {
+            let ended_at_s = to_seconds(replayed.trusted_ms);
+            self.seal_recovered(segment, replayed, began_at_s.min(ended_at_s))?;
+            began_at_s = ended_at_s;
+        }
+        self.core().began_at_s = began_at_s;
+        Ok(())
+    }
+
+    /// Seals a segment that was full when the store went down.
+    fn seal_recovered(
+        &self,
+        segment: Arc<SegmentFile>,
+        replayed: Replayed,
+        began_at_s: u32,
+    ) -> Result<()> {
+        segment
+            .freeze()
+            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+        let frozen = Frozen {
+            table: replayed.table,
+            segment,
+            tally: replayed.tally,
+            end: replayed.end,
+            began_at_s,
+            // It was written again and flushed by this open.
+            synced: AtomicBool::new(true),
+        };
+        {
+            let mut core = self.core();
+            let mut view = View::clone(&core.view);
+            view.frozen = Some(Arc::new(frozen));
+            core.view = Arc::new(view);
+        }
+        self.seal_frozen()
+    }
+
+    /// Fills the unsettled table from the footers of sealed segments and from the active one,
+    /// keeping what is still its key's newest record.
+    fn gather_unsettled(&self, active: Vec<(Position, u16)>) -> Result<()> {
+        let view = self.core().view.clone();
+        let mut found = Vec::new();
+        for sealed in view.sealed.values() {
+            for offset in footer_offsets(sealed)? {
+                let segment = &sealed.segment;
+                let (namespace, key) = segment
+                    .read(offset, |f| {
+                        f.record().map(|r| (r.namespace, r.key.to_vec()))
+                    })
+                    .map_err(|e| super::lookup::read_error(e, segment, offset))?;
+                let located = self.locate(self.wanted(namespace, &key), |_| ())?;
+                let position = Position::new(segment.id, offset);
+                if located
+                    .hit
+                    .is_some_and(|hit| hit.older.position == position)
+                {
+                    found.push((position, namespace));
+                }
+            }
+        }
+        let mut core = self.core();
+        let all = found.into_iter().chain(active);
+        let mut in_active = 0;
+        for (position, namespace) in all {
+            if !core.namespaces.contains_key(&namespace) {
+                continue;
+            }
+            in_active += usize::from(position.segment() == core.writer.segment.id);
+            // Written by another opener; whoever ends it may need room for an outcome.
+            let owed_bytes = to_u32(OUTCOME_BYTES_DEFAULT).min(self.options.segment_bytes / 8);
+            core.owed_bytes += u64::from(owed_bytes);
+            let entry = UnsettledEntry {
+                namespace,
+                deadline_boot_ms: None,
+                owed_bytes,
+            };
+            core.unsettled.insert(position.get(), entry);
+        }
+        core.tally.unsettled_count = in_active;
+        core.note_written();
+        Ok(())
+    }
+}
+
+/// Reads the list of unsettled offsets in front of a segment's seal.
+fn footer_offsets(sealed: &Sealed) -> Result<Vec<u32>> {
+    let count = sealed.entry.unsettled_count;
+    let mut offsets = Vec::new();
+    let len = to_u32(footer_bytes(to_usize(count)));
+    let mut at = sealed.entry.end.saturating_sub(len);
+    while to_u32(offsets.len()) < count {
+        let list = sealed
+            .segment
+            .read(at, |frame| {
+                frame.unsettled().map(|list| (list, to_u32(frame.len())))
+            })
+            .map_err(|e| super::lookup::read_error(e, &sealed.segment, at))?;
+        at = at.saturating_add(list.1);
+        offsets.extend(list.0);
+    }
+    Ok(offsets)
+}
+
+/// Replays the unsealed segments in order, finds the end of the log, and makes sure that the
+/// disk holds exactly that (A, B).
+fn replay_unsealed(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    opened: &BTreeMap<u64, Arc<SegmentFile>>,
+    hash: &KeyHash,
+    options: &Options,
+    report: &mut OpenReport,
+) -> Result<Gathered> {
+    let unsealed: Vec<&Arc<SegmentFile>> = manifest
+        .segments
+        .iter()
+        .filter(|s| s.sealed.is_none())
+        .filter_map(|s| opened.get(&s.id))
+        .collect();
+    let total: u64 = unsealed.iter().map(|s| u64::from(s.bytes)).sum();
+    let mut read = 0;
+    let mut parts: Vec<(Arc<SegmentFile>, Replayed)> = Vec::new();
+    let mut ended = false;
+    let mut proven = manifest.closed_at.unwrap_or(0);
+    for segment in &unsealed {
+        let image = read_image(segment)?;
+        let mut valid = to_u32(SEGMENT_HEADER_BYTES);
+        if !ended {
+            let hint = read_hint(dir, manifest.store, segment, &image, hash);
+            let known_count = hint.as_ref().map_or(0, |h| h.tally.records_count());
+            let replayed = match hint {
+                Some(hint) => replay_on(hint, &image, segment, hash)?,
+                None => replay_segment(&image, segment, hash)?,
+            };
+            let records_count = replayed.tally.records_count();
+            report.replayed_count += u64::from(records_count.saturating_sub(known_count));
+            ended = !replayed.sealed;
+            valid = replayed.end;
+            proven = proven.max(replayed.proven);
+            parts.push((Arc::clone(segment), replayed));
+        }
+        proven = proven.max(proven_behind(&image, segment.nonce, valid));
+        read += image.len() as u64;
+        if let Some(progress) = &options.on_progress {
+            progress(read, total);
+        }
+    }
+    let Some((active, replayed)) = parts.pop().filter(|_| ended) else {
+        return Err(Error::damaged(
+            FileName::Manifest.to_string(),
+            0,
+            "manifest lists no segment that could take the next record; nothing was changed",
+        ));
+    };
+    let proven = Position::from_u64(proven);
+    check_end(&active, &replayed, proven)?;
+    for (segment, replayed) in &parts {
+        report.dropped_bytes += settle_segment(segment, replayed.end, proven)?;
+    }
+    report.dropped_bytes += settle_segment(&active, replayed.end, proven)?;
+    let next: Vec<Arc<SegmentFile>> = unsealed
+        .iter()
+        .skip(parts.len() + 1)
+        .map(|s| Arc::clone(s))
+        .collect();
+    for segment in &next {
+        report.dropped_bytes += settle_segment(segment, to_u32(SEGMENT_HEADER_BYTES), proven)?;
+    }
+    let trusted_ms = parts.iter().map(|(_, r)| r.trusted_ms).max().unwrap_or(0);
+    Ok(Gathered {
+        view: View::default(),
+        trusted_ms: trusted_ms.max(replayed.trusted_ms),
+        frozen: parts,
+        active: (active, replayed),
+        next,
+        runs: Vec::new(),
+    })
+}
+
+/// Reads a whole segment: one at a time is in memory.
+fn read_image(segment: &SegmentFile) -> Result<Vec<u8>> {
+    segment
+        .file()
+        .and_then(|file| read_all(file.as_ref(), u64::from(segment.bytes)))
+        .map_err(|e| Error::io("reading a segment failed", e).in_file(segment.name()))
+}
+
+/// Tells an unfinished tail from damage (B).
+fn check_end(active: &SegmentFile, replayed: &Replayed, proven: Position) -> Result<()> {
+    let end = Position::new(active.id, replayed.end);
+    if proven > end {
+        return Err(Error::damaged(
+            active.name(),
+            u64::from(replayed.end),
+            format!(
+                "records that were durable are damaged: log_end={end} durable_until={proven}; \
+                 nothing was changed; see docs/operations.md"
+            ),
+        ));
+    }
+    Ok(())
+}
+
+/// Writes the valid prefix of an unsealed segment again, from the last position proven durable,
+/// zeros behind it, and flushes: the bytes read above may be in the page cache only (A). Returns
+/// how many bytes of unfinished writes that were; old bytes of a recycled file do not count.
+fn settle_segment(segment: &SegmentFile, valid: u32, proven: Position) -> Result<u64> {
+    let image = read_image(segment)?;
+    let failed = |e| Error::io("rewriting the end of the log failed", e).in_file(segment.name());
+    let file = segment.file().map_err(failed)?;
+    let (prefix, behind) = image
+        .split_at_checked(to_usize(valid))
+        .unwrap_or((&image, &[]));
+    let end = Position::new(segment.id, valid);
+    let from = match proven.segment().cmp(&segment.id) {
+        std::cmp::Ordering::Less => 0,
+        std::cmp::Ordering::Equal => to_usize(proven.offset()),
+        std::cmp::Ordering::Greater => prefix.len(),
+    };
+    let unproven = prefix.get(from..).unwrap_or_default();
+    if proven < end && !unproven.is_empty() {
+        file.write_at(unproven, from as u64).map_err(failed)?;
+    }
+    let junk = behind
+        .iter()
+        .rposition(|b| *b != 0)
+        .map_or(0, |last| last + 1);
+    if junk > 0 {
+        file.write_at(&vec![0; junk], u64::from(valid))
+            .map_err(failed)?;
+    }
+    file.sync().map_err(failed)?;
+    Ok(if segment.recycled { 0 } else { junk as u64 })
+}
+
+/// Opens the runs of all sealed segments; a missing or invalid one is built again.
+fn open_sealed(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    opened: &BTreeMap<u64, Arc<SegmentFile>>,
+    hash: &KeyHash,
+    gathered: &mut Gathered,
+    report: &mut OpenReport,
+) -> Result<()> {
+    for entry in &manifest.segments {
+        let (Some(sealed), Some(segment)) = (entry.sealed, opened.get(&entry.id)) else {
+            continue;
+        };
+        segment
+            .freeze()
+            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+        let listed = manifest
+            .runs
+            .iter()
+            .find(|r| r.lo == entry.id && r.hi == entry.id);
+        let (run, run_entry) = match listed.and_then(|r| open_run(dir, manifest, r, hash)) {
+            Some(opened) => opened,
+            None => {
+                report.rebuilt_runs_count += 1;
+                let generation = listed.map_or(0, |r| r.generation + 1);
+                rebuild_run(dir, manifest, segment, sealed.end, generation, hash)?
+            }
+        };
+        gathered.runs.push(run_entry);
+        let part = Arc::new(Part {
+            run,
+            damaged: AtomicBool::new(false),
+        });
+        gathered.view.parts.insert(0, part);
+        let segment = Arc::clone(segment);
+        let sealed = Arc::new(Sealed {
+            segment,
+            entry: sealed,
+            former: Weak::new(),
+        });
+        gathered.view.sealed.insert(entry.id, sealed);
+    }
+    Ok(())
+}
+
+/// Opens a listed run; `None` if it is missing, damaged, or about something else.
+fn open_run(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    entry: &RunEntry,
+    hash: &KeyHash,
+) -> Option<(Run, RunEntry)> {
+    let RunEntry { lo, hi, generation } = *entry;
+    let open = |name: FileName| {
+        dir.open(&name.to_string(), Access::Read)
+            .and_then(|f| f.map())
+    };
+    let run = open(FileName::Run { lo, hi, generation }).ok()?;
+    let filter = open(FileName::Filter { lo, hi, generation }).ok()?;
+    let run = Run::open(run, filter).ok()?;
+    let h = &run.header;
+    let same = h.store == manifest.store
+        && h.hash_key_id == hash.id()
+        && (h.lo, h.hi, h.generation) == (lo, hi, generation);
+    same.then_some((run, *entry))
+}
+
+fn rebuild_run(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    segment: &SegmentFile,
+    end: u32,
+    generation: u32,
+    hash: &KeyHash,
+) -> Result<(Run, RunEntry)> {
+    let map = segment
+        .freeze()
+        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+    let bytes = map.get(..to_usize(end)).unwrap_or_default();
+    let replayed = replay_segment(bytes, segment, hash)?;
+    if !replayed.sealed || replayed.end != end {
+        return Err(Error::damaged(
+            segment.name(),
+            u64::from(replayed.end),
+            "sealed segment is damaged and its index is missing; nothing was answered from it; \
+             see docs/operations.md",
+        ));
+    }
+    let plan = RunPlan {
+        store: manifest.store,
+        hash_key_id: hash.id(),
+        lo: segment.id,
+        hi: segment.id,
+        generation,
+        segment_bytes: segment.bytes,
+        superseded_count: u64::from(replayed.tally.superseded_count),
+    };
+    let entries: Vec<IndexEntry> = replayed
+        .table
+        .sorted()
+        .into_iter()
+        .map(|(h, offset)| (h, 0, offset))
+        .collect();
+    let run = install_run(dir, &plan, &entries)?;
+    Ok((
+        run,
+        RunEntry {
+            lo: segment.id,
+            hi: segment.id,
+            generation,
+        },
+    ))
+}

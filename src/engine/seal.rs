@@ -1,0 +1,298 @@
+//! Making room: rolling to the next segment, sealing full ones.
+//!
+//! Order of steps (each is a crash point; `tests/crash.rs` stops at every one):
+//! - roll: footer into the active segment, written; the table freezes; the next segment is active.
+//! - seal: flush the segment, write and sync run and filter under temporary names, rename, sync
+//!   the directory, manifest edit, switch the view.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::Engine;
+use super::catalog::remove_if_there;
+use super::core::{Core, Frozen, Need, Part, Room, Sealed, View};
+use super::prepare::Upkeep;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::{RunEntry, SealedEntry};
+use crate::format::names::FileName;
+use crate::format::record::{FRAME_BYTES_MAX, SEAL_BYTES, SYNC_MARK_BYTES};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::{to_u32, to_usize};
+use crate::index::build::{BuiltRun, IndexEntry, RunPlan, build};
+use crate::index::run::Run;
+use crate::log::replay::{Item, Replay};
+use crate::log::segment::SegmentFile;
+use crate::model::retention::{DropTime, keeps_segment_until, sparse_at};
+use crate::stamp::GENERATIONS_RESERVED;
+use crate::vfs::{Access, Dir, Map};
+
+/// Bytes of a segment that no record can use: header, the shortest footer, a last sync mark.
+const OVERHEAD_BYTES: usize = SEGMENT_HEADER_BYTES + SEAL_BYTES + SYNC_MARK_BYTES + 64;
+
+/// How many segments are prepared for one record at the most before its caller is refused.
+const ROUNDS_MAX: usize = 64;
+
+impl Engine {
+    /// Makes sure that a record fits.
+    pub(crate) fn make_room(&self, room: Room) -> Result<()> {
+        let frame_bytes = room.frame_bytes;
+        let segment_bytes = to_usize(self.options.segment_bytes);
+        if frame_bytes > FRAME_BYTES_MAX || frame_bytes + OVERHEAD_BYTES > segment_bytes {
+            return Err(Error::invalid(format!(
+                "record is too large: bytes={frame_bytes} bytes_max={FRAME_BYTES_MAX} \
+                 segment_bytes={segment_bytes}; shorten key or outcome, or raise segment_bytes"
+            )));
+        }
+        self.counters.stalls.add(1);
+        self.make_room_held(&mut self.maintenance(), room)
+    }
+
+    /// The same for a caller that holds the maintenance lock.
+    pub(crate) fn make_room_held(&self, upkeep: &mut Upkeep, room: Room) -> Result<()> {
+        self.reserve_stamps()?;
+        for _ in 0..ROUNDS_MAX {
+            let (fits, admits, prepared) = {
+                let core = self.core();
+                self.check_writable(&core)?;
+                (
+                    core.fits(room.frame_bytes),
+                    core.admits(room),
+                    core.next.len(),
+                )
+            };
+            if fits && admits {
+                return Ok(());
+            }
+            if !admits || prepared == 0 {
+                self.prepare_next(upkeep, room.frame_bytes, room.need != Need::Owed)?;
+            }
+            if !fits {
+                self.seal_frozen()?;
+                self.roll()?;
+            }
+        }
+        Err(Error::new(
+            ErrorKind::Full,
+            "open claims may still write more than can be kept free for them; commit or fail some, \
+             or lower outcome_bytes_max",
+        ))
+    }
+
+    /// Reserves stamps ahead, so that none leaves before its generation is durable.
+    pub(crate) fn reserve_stamps(&self) -> Result<()> {
+        let reserved = {
+            let core = self.core();
+            if !core.stamps.runs_low() {
+                return Ok(());
+            }
+            core.stamps.reserved() + GENERATIONS_RESERVED
+        };
+        self.edit_manifest(|manifest| manifest.generation_reserved = reserved)?;
+        self.core().stamps.extend(reserved);
+        Ok(())
+    }
+
+    /// Ends the active segment and continues in the prepared one. The frozen place is empty.
+    pub(crate) fn roll(&self) -> Result<()> {
+        let now = self.now();
+        let mut core = self.core();
+        self.check_writable(&core)?;
+        let Some(next) = core.next.front().map(Arc::clone) else {
+            return Ok(());
+        };
+        core.append_footer(now.trusted_ms);
+        self.write_out(&mut core)?;
+        core.next.pop_front();
+        let frozen = core.switch(next, now.trusted_ms);
+        drop(core);
+        // Without a map the segment is read by calls until it is sealed.
+        frozen.segment.freeze().map(|_| ()).unwrap_or_default();
+        self.background.wake();
+        Ok(())
+    }
+
+    /// Seals the frozen segment, if there is one.
+    pub(crate) fn seal_frozen(&self) -> Result<()> {
+        let Some(frozen) = self.core().view.frozen.clone() else {
+            return Ok(());
+        };
+        self.sync_frozen(&frozen)?;
+        let id = frozen.segment.id;
+        let entry = check_frozen(&frozen)?;
+        let entries: Vec<IndexEntry> = frozen
+            .table
+            .sorted()
+            .into_iter()
+            .map(|(h, offset)| (h, 0, offset))
+            .collect();
+        if entries.len() as u64 != expected_entries(&frozen) {
+            return Err(Error::damaged(
+                frozen.segment.name(),
+                0,
+                "table and segment disagree on the number of keys; open the store again",
+            ));
+        }
+        let superseded_count = u64::from(frozen.tally.superseded_count);
+        let run = self.write_run(&frozen.segment, &entries, superseded_count, 0)?;
+        self.edit_manifest(|manifest| {
+            if let Some(segment) = manifest.segments.iter_mut().find(|s| s.id == id) {
+                segment.sealed = Some(entry);
+            }
+            manifest.runs.push(RunEntry {
+                lo: id,
+                hi: id,
+                generation: 0,
+            });
+        })?;
+        let part = Arc::new(Part {
+            run,
+            damaged: AtomicBool::new(false),
+        });
+        let segment = Arc::new(frozen.segment.sealed(self.dir.as_ref()).map_err(|e| {
+            Error::io("mapping a sealed segment failed", e).in_file(frozen.segment.name())
+        })?);
+        let former = Arc::downgrade(&frozen.segment);
+        let sealed = Arc::new(Sealed {
+            segment,
+            entry,
+            former,
+        });
+        let mut core = self.core();
+        let mut view = View::clone(&core.view);
+        view.frozen = None;
+        view.parts.insert(0, part);
+        view.sealed.insert(id, sealed);
+        core.view = Arc::new(view);
+        drop(core);
+        self.counters.seals.add(1);
+        Ok(())
+    }
+
+    /// Writes run and filter of one segment and opens them.
+    pub(crate) fn write_run(
+        &self,
+        segment: &SegmentFile,
+        entries: &[IndexEntry],
+        superseded_count: u64,
+        generation: u32,
+    ) -> Result<Run> {
+        let plan = RunPlan {
+            store: self.store,
+            hash_key_id: self.hash.id(),
+            lo: segment.id,
+            hi: segment.id,
+            generation,
+            segment_bytes: segment.bytes,
+            superseded_count,
+        };
+        install_run(self.dir.as_ref(), &plan, entries)
+    }
+}
+
+/// Writes the two files of a run under temporary names, makes them durable, and opens them.
+pub(crate) fn install_run(dir: &dyn Dir, plan: &RunPlan, entries: &[IndexEntry]) -> Result<Run> {
+    let BuiltRun { run, filter } = build(plan, entries);
+    let (lo, hi, generation) = (plan.lo, plan.hi, plan.generation);
+    let mut maps = Vec::new();
+    let files = [
+        (run, FileName::Run { lo, hi, generation }, false),
+        (filter, FileName::Filter { lo, hi, generation }, true),
+    ];
+    for (bytes, name, is_filter) in files {
+        let temporary = FileName::Temporary {
+            lo,
+            hi,
+            generation,
+            filter: is_filter,
+        }
+        .to_string();
+        let name = name.to_string();
+        let failed = |e| Error::io("writing the index failed; the log is intact", e);
+        let write = || {
+            remove_if_there(dir, &temporary)?;
+            let file = dir.open(&temporary, Access::Create)?;
+            file.write_at(&bytes, 0)?;
+            file.sync()?;
+            dir.rename(&temporary, &name)?;
+            dir.open(&name, Access::Read)?.map()
+        };
+        match write() {
+            Ok(map) => maps.push(map),
+            Err(error) => {
+                remove_if_there(dir, &temporary).unwrap_or_default();
+                return Err(failed(error).in_file(name));
+            }
+        }
+    }
+    dir.sync()
+        .map_err(|e| Error::io("syncing the directory failed", e))?;
+    let [run, filter]: [Map; 2] = maps
+        .try_into()
+        .map_err(|_maps| Error::new(ErrorKind::Io, "run and filter were not both written"))?;
+    Run::open(run, filter).map_err(|why| Error::new(ErrorKind::Damaged, why.0))
+}
+
+fn expected_entries(frozen: &Frozen) -> u64 {
+    u64::from(frozen.tally.records_count()) - u64::from(frozen.tally.superseded_count)
+}
+
+/// Reads a frozen segment once more, whole, and says what the manifest keeps of it.
+fn check_frozen(frozen: &Frozen) -> Result<SealedEntry> {
+    let segment = &frozen.segment;
+    let io = |e| Error::io("mapping a full segment failed", e).in_file(segment.name());
+    let bytes = segment.freeze().map_err(io)?;
+    let bytes = bytes.get(..to_usize(frozen.end)).unwrap_or_default();
+    let mut needs = Vec::new();
+    let mut replay = Replay::new(bytes, segment.nonce);
+    let mut records_count = 0;
+    for item in replay.by_ref() {
+        if let Item::Record(_, record) = item {
+            records_count += 1;
+            let until = keeps_segment_until(&record);
+            needs.push((until, to_u32(record.frame_bytes())));
+        }
+    }
+    if !replay.is_sealed() || records_count != frozen.tally.records_count() {
+        return Err(Error::damaged(
+            segment.name(),
+            u64::from(replay.end()),
+            "full segment does not read back as it was written; open the store again",
+        ));
+    }
+    let sparse = sparse_at(&mut needs)
+        .min(frozen.tally.drop_at)
+        .max(DropTime::NOW);
+    Ok(SealedEntry {
+        end: frozen.end,
+        records_count,
+        unsettled_count: to_u32(frozen.tally.unsettled_count),
+        drop_at_s: frozen.tally.drop_at.to_disk(),
+        began_at_s: frozen.began_at_s,
+        sparse_at_s: sparse.to_disk(),
+        crc: crc32fast::hash(bytes),
+    })
+}
+
+impl Core {
+    /// Replaces a part of the view that was rebuilt.
+    pub(crate) fn replace_part(&mut self, lo: u64, run: Run) {
+        let mut view = View::clone(&self.view);
+        for part in &mut view.parts {
+            if part.run.header.lo == lo {
+                *part = Arc::new(Part {
+                    run,
+                    damaged: AtomicBool::new(false),
+                });
+                break;
+            }
+        }
+        self.view = Arc::new(view);
+    }
+}
+
+impl Part {
+    pub(crate) fn is_damaged(&self) -> bool {
+        // Relaxed: whoever set it has also woken the background.
+        self.damaged.load(Ordering::Relaxed)
+    }
+}

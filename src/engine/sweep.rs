@@ -1,0 +1,434 @@
+//! Expiry, TTL compaction, eviction, and rebuilding of damaged runs.
+//!
+//! A segment whose time has come is dropped whole: no byte of the log is rewritten but for
+//! unsettled records that are still their key's newest; those are carried over first, and the
+//! carried copies are durable before the segment leaves the manifest. One manifest edit covers all
+//! segments dropped together; files are unlinked after it, and stay listed as dropped until the
+//! directory was synced after that.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::Engine;
+use super::catalog::remove_if_there;
+use super::core::{Need, Older, Room, Sealed, View};
+use super::lookup::read_error;
+use super::prepare::Upkeep;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::RunEntry;
+use crate::format::names::FileName;
+use crate::format::record::{FLAG_CARRIED, Kind, Record};
+use crate::index::build::IndexEntry;
+use crate::log::replay::{Item, Replay};
+use crate::log::segment::SegmentFile;
+use crate::log::sync::FailureCount;
+use crate::model::retention::DropTime;
+use crate::options::Event;
+use crate::position::Position;
+
+/// Which records of a segment are still needed when it goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Carry {
+    /// Only unsettled ones: everything else has expired, or is evicted.
+    Unsettled,
+    /// Everything that is its key's newest record and still needed (TTL compaction).
+    Needed,
+}
+
+impl Engine {
+    /// Does all background work that is due. One caller at a time.
+    pub(crate) fn maintain(&self) -> Result<()> {
+        self.deliver_events();
+        let done = self.maintain_held(&mut self.maintenance());
+        self.deliver_events();
+        done
+    }
+
+    fn maintain_held(&self, upkeep: &mut Upkeep) -> Result<()> {
+        if self.core().closed || self.poisoned().is_some() {
+            return Ok(());
+        }
+        // One task that fails must not keep the others from freeing space.
+        let prepared = match self.prepare_ahead(upkeep) {
+            // At the bound nothing is prepared; new keys are told so when they come.
+            Err(error) if error.kind() == ErrorKind::Full => Ok(()),
+            prepared => prepared,
+        };
+        let results = [
+            self.push_time(false),
+            self.seal_frozen(),
+            prepared,
+            self.end_expired(upkeep),
+            self.reserve_stamps(),
+            self.sweep(upkeep),
+            self.rebuild_damaged(),
+            self.remove_left(upkeep),
+        ];
+        self.catalog().keep_reserve();
+        self.write_hint_if_idle(upkeep);
+        results.into_iter().find(Result::is_err).unwrap_or(Ok(()))
+    }
+
+    /// Ends the active segment early when everything in it has expired: a store that stands still
+    /// frees its space too.
+    fn end_expired(&self, upkeep: &mut Upkeep) -> Result<()> {
+        let now = self.now();
+        let (over, prepared) = {
+            let core = self.core();
+            let over = core.tally.records_count() > 0
+                && core.tally.unsettled_count == 0
+                && core.tally.drop_at.has_come(now.trusted_ms);
+            let idle = upkeep.end_before == Some(core.writer.end());
+            (over && idle, !core.next.is_empty())
+        };
+        if !over {
+            return Ok(());
+        }
+        if !prepared {
+            self.prepare_next(upkeep, 0, false)?;
+        }
+        self.seal_frozen()?;
+        self.roll()?;
+        self.seal_frozen()
+    }
+
+    /// Drops every sealed segment whose time has come, and compacts sparse ones.
+    fn sweep(&self, upkeep: &mut Upkeep) -> Result<()> {
+        let now = self.now();
+        let view = self.core().view.clone();
+        let mut gone = BTreeSet::new();
+        for (id, sealed) in &view.sealed {
+            if DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms) {
+                self.carry_over(upkeep, sealed, Carry::Unsettled)?;
+                gone.insert(*id);
+            }
+        }
+        // One sparse segment a sweep: compaction must not crowd out the foreground.
+        let sparse = view.sealed.iter().find(|(id, sealed)| {
+            !gone.contains(id)
+                && DropTime::from_disk(sealed.entry.sparse_at_s).has_come(now.trusted_ms)
+        });
+        if let Some((id, sealed)) = sparse {
+            self.carry_over(upkeep, sealed, Carry::Needed)?;
+            gone.insert(*id);
+        }
+        if gone.is_empty() {
+            Ok(())
+        } else {
+            self.drop_segments(upkeep, &gone)
+        }
+    }
+
+    /// Forgets the oldest segment early. `false`: there is none that could go.
+    pub(crate) fn evict_oldest(&self, upkeep: &mut Upkeep) -> Result<bool> {
+        let view = self.core().view.clone();
+        let Some((id, sealed)) = view.sealed.first_key_value() else {
+            return Ok(false);
+        };
+        self.carry_over(upkeep, sealed, Carry::Unsettled)?;
+        self.drop_segments(upkeep, &BTreeSet::from([*id]))?;
+        let records_count = u64::from(sealed.entry.records_count);
+        self.counters.evicted.add(records_count);
+        self.tell(Event::Evicted { records_count });
+        Ok(true)
+    }
+
+    fn carry_over(&self, upkeep: &mut Upkeep, sealed: &Sealed, carry: Carry) -> Result<()> {
+        match carry {
+            Carry::Unsettled => {
+                let id = sealed.segment.id;
+                let range = Position::new(id, 0).get()..Position::new(id + 1, 0).get();
+                let positions: Vec<u64> = self
+                    .core()
+                    .unsettled
+                    .range(range)
+                    .map(|(at, _)| *at)
+                    .collect();
+                for at in positions {
+                    self.carry_one(upkeep, &sealed.segment, Position::from_u64(at).offset())?;
+                }
+            }
+            Carry::Needed => {
+                for offset in self.needed_offsets(sealed)? {
+                    self.carry_one(upkeep, &sealed.segment, offset)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Lists the records that must outlive the segment: unsettled or within retention, or needed
+    /// to hide an older record.
+    fn needed_offsets(&self, sealed: &Sealed) -> Result<Vec<u32>> {
+        let now = self.now();
+        let segment = &sealed.segment;
+        let map = segment
+            .freeze()
+            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+        let end = crate::format::to_usize(sealed.entry.end);
+        let mut replay = Replay::new(map.get(..end).unwrap_or_default(), segment.nonce);
+        let mut offsets = Vec::new();
+        for item in replay.by_ref() {
+            let Item::Record(offset, record) = item else {
+                continue;
+            };
+            let until = crate::model::retention::keeps_segment_until(&record);
+            if record.kind.is_unsettled() || !until.has_come(now.trusted_ms) {
+                offsets.push(offset);
+            }
+        }
+        if !replay.is_sealed() {
+            return Err(Error::damaged(
+                segment.name(),
+                u64::from(replay.end()),
+                "sealed segment is damaged; it is not compacted; see docs/operations.md",
+            ));
+        }
+        Ok(offsets)
+    }
+
+    /// Copies one record to the end of the log if it is still its key's newest.
+    fn carry_one(&self, upkeep: &mut Upkeep, segment: &SegmentFile, offset: u32) -> Result<()> {
+        let position = Position::new(segment.id, offset);
+        let frame = segment
+            .read(offset, |frame| {
+                frame.record().map(|record| OwnedRecord::of(&record))
+            })
+            .map_err(|e| read_error(e, segment, offset))?;
+        loop {
+            let mut record = frame.borrow();
+            record.flags |= FLAG_CARRIED;
+            record.parts.origin = record.parts.origin.or(Some(position.get()));
+            let frame_bytes = record.frame_bytes();
+            let wanted = self.wanted(record.namespace, record.key);
+            let located = self.locate(wanted, |_| ())?;
+            let mut core = self.core();
+            self.check_writable(&core)?;
+            if !located.is_current(&core, wanted.h) {
+                continue;
+            }
+            if !core.namespaces.contains_key(&record.namespace) {
+                return Ok(());
+            }
+            let newest = located.hit.as_ref().map(|hit| hit.older);
+            if newest.is_none_or(|newest| newest.position != position) {
+                return Ok(());
+            }
+            if !core.fits(frame_bytes) {
+                drop(core);
+                self.make_room_held(
+                    upkeep,
+                    Room {
+                        frame_bytes,
+                        need: Need::Owed,
+                    },
+                )?;
+                continue;
+            }
+            let entry = core.unsettled.get(&position.get()).copied();
+            let older = Older::of(&record, position);
+            self.append(&mut core, &record, wanted.h, Some(older), entry);
+            core.promise();
+            self.counters.carried.add(1);
+            return Ok(());
+        }
+    }
+
+    /// Removes segments from the manifest, then from the view, then from the directory.
+    fn drop_segments(&self, upkeep: &mut Upkeep, gone: &BTreeSet<u64>) -> Result<()> {
+        // Carried copies must be durable before the originals go.
+        let (end, failures) = {
+            let core = self.core();
+            (core.writer.end(), FailureCount::new(core.failures))
+        };
+        if self.syncer.durable() < end {
+            self.ensure(end, failures, crate::options::Durability::Power)?;
+        }
+        let mut runs = Vec::new();
+        if !upkeep.unlinked.is_empty() {
+            // The unlinking of earlier drops must be durable before the manifest forgets them.
+            self.dir
+                .sync()
+                .map_err(|e| Error::io("syncing the directory failed", e))?;
+        }
+        self.edit_manifest(|manifest| {
+            manifest.dropped.retain(|id| !upkeep.unlinked.contains(id));
+            manifest.segments.retain(|s| !gone.contains(&s.id));
+            manifest.dropped.extend(gone.iter().copied());
+            let dead = |lo: u64, hi: u64| (lo..=hi).all(|id| gone.contains(&id));
+            runs = manifest
+                .runs
+                .iter()
+                .copied()
+                .filter(|r| dead(r.lo, r.hi))
+                .collect();
+            manifest.runs.retain(|r| !dead(r.lo, r.hi));
+        })?;
+        upkeep.unlinked.clear();
+        {
+            let mut core = self.core();
+            let mut view = View::clone(&core.view);
+            let newest = gone
+                .last()
+                .and_then(|id| view.sealed.get(id))
+                .map(Arc::clone);
+            view.sealed.retain(|id, _| !gone.contains(id));
+            view.parts.retain(|part| {
+                let header = &part.run.header;
+                !runs.iter().any(|r| r.lo == header.lo && r.hi == header.hi)
+            });
+            core.view = Arc::new(view);
+            if upkeep.retired.is_none() {
+                upkeep.retired = newest;
+            }
+        }
+        self.counters.drops.add(gone.len() as u64);
+        let kept = upkeep.retired.as_ref().map(|sealed| sealed.segment.id);
+        let segments = gone.iter().filter(|id| Some(**id) != kept);
+        upkeep
+            .left
+            .extend(segments.map(|id| FileName::Segment(*id)));
+        for RunEntry { lo, hi, generation } in runs {
+            upkeep.left.push(FileName::Run { lo, hi, generation });
+            upkeep.left.push(FileName::Filter { lo, hi, generation });
+        }
+        self.remove_left(upkeep)
+    }
+
+    /// Writes a hint when nothing was appended since the time before.
+    fn write_hint_if_idle(&self, upkeep: &mut Upkeep) {
+        let end = self.core().writer.end();
+        if upkeep.end_before.replace(end) == Some(end) {
+            self.write_hint();
+        }
+    }
+
+    /// Removes files that the manifest does not list any more; what fails is tried again later.
+    fn remove_left(&self, upkeep: &mut Upkeep) -> Result<()> {
+        let mut result = Ok(());
+        for name in std::mem::take(&mut upkeep.left) {
+            match remove_if_there(self.dir.as_ref(), &name.to_string()) {
+                Ok(()) => {
+                    if let FileName::Segment(id) = name {
+                        upkeep.unlinked.insert(id);
+                    }
+                }
+                Err(error) => {
+                    upkeep.left.push(name);
+                    let name = name.to_string();
+                    result = Err(Error::io("removing a dropped file failed", error).in_file(name));
+                }
+            }
+        }
+        result
+    }
+
+    /// Rebuilds runs that have shown damage, from their segments.
+    fn rebuild_damaged(&self) -> Result<()> {
+        let view = self.core().view.clone();
+        for part in view.parts.iter().filter(|part| part.is_damaged()) {
+            let (lo, generation) = (part.run.header.lo, part.run.header.generation);
+            let Some(sealed) = view.sealed.get(&lo) else {
+                continue;
+            };
+            let (entries, superseded) = self.entries_of(&sealed.segment, sealed.entry.end)?;
+            let run = self.write_run(&sealed.segment, &entries, superseded, generation + 1)?;
+            self.edit_manifest(|manifest| {
+                for entry in manifest
+                    .runs
+                    .iter_mut()
+                    .filter(|r| r.lo == lo && r.hi == lo)
+                {
+                    entry.generation = generation + 1;
+                }
+            })?;
+            self.core().replace_part(lo, run);
+            for name in [
+                FileName::Run {
+                    lo,
+                    hi: lo,
+                    generation,
+                },
+                FileName::Filter {
+                    lo,
+                    hi: lo,
+                    generation,
+                },
+            ] {
+                remove_if_there(self.dir.as_ref(), &name.to_string()).unwrap_or_default();
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the index entries of a sealed segment from the segment itself.
+    pub(crate) fn entries_of(
+        &self,
+        segment: &SegmentFile,
+        end: u32,
+    ) -> Result<(Vec<IndexEntry>, u64)> {
+        let map = segment
+            .freeze()
+            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+        let bytes = map.get(..crate::format::to_usize(end)).unwrap_or_default();
+        let replayed = super::recovery::replay_segment(bytes, segment, &self.hash)?;
+        if !replayed.sealed {
+            return Err(Error::damaged(
+                segment.name(),
+                u64::from(replayed.end),
+                "sealed segment is damaged; its index cannot be rebuilt; see docs/operations.md",
+            ));
+        }
+        let entries = replayed
+            .table
+            .sorted()
+            .into_iter()
+            .map(|(h, at)| (h, 0, at))
+            .collect();
+        Ok((entries, u64::from(replayed.tally.superseded_count)))
+    }
+}
+
+/// A record that has left the bytes it was read from.
+#[derive(Debug)]
+struct OwnedRecord {
+    kind: Kind,
+    record: (u16, u16, u32, crate::format::record::StateHeader),
+    key: Vec<u8>,
+    parts: [Option<Vec<u8>>; 3],
+    origin: Option<u64>,
+    inherit_s: Option<u32>,
+}
+
+impl OwnedRecord {
+    fn of(r: &Record<'_>) -> Self {
+        let own = |part: Option<&[u8]>| part.map(<[u8]>::to_vec);
+        OwnedRecord {
+            kind: r.kind,
+            record: (r.namespace, r.flags, r.expires_at_s, r.state),
+            key: r.key.to_vec(),
+            parts: [
+                own(r.parts.outcome),
+                own(r.parts.error),
+                own(r.parts.evidence),
+            ],
+            origin: r.parts.origin,
+            inherit_s: r.parts.inherit_s,
+        }
+    }
+
+    fn borrow(&self) -> Record<'_> {
+        let (namespace, flags, expires_at_s, state) = self.record;
+        let [outcome, error, evidence] = &self.parts;
+        let mut record = Record::new(self.kind, namespace, &self.key);
+        record.flags = flags;
+        record.expires_at_s = expires_at_s;
+        record.state = state;
+        record.parts.outcome = outcome.as_deref();
+        record.parts.error = error.as_deref();
+        record.parts.evidence = evidence.as_deref();
+        record.parts.origin = self.origin;
+        record.parts.inherit_s = self.inherit_s;
+        record
+    }
+}

@@ -1,0 +1,295 @@
+//! One decision about one key: search without the lock, decide and append under it, then wait
+//! for durability without it.
+
+use super::Engine;
+use super::append::Appended;
+use super::core::{Core, Need, Room, UnsettledEntry};
+use super::lookup::{Hit, Located, Wanted};
+use super::namespace::Space;
+use crate::clock::Now;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::{FLAG_DETACHED, HEADER_BYTES, Kind, PART_HEADER_BYTES, STATE_BYTES};
+use crate::format::to_usize;
+use crate::key::{EVIDENCE_BYTES_MAX, NamespaceKind};
+use crate::model::claim::{Entry, Env};
+use crate::options::{Durability, Retention};
+use crate::position::Position;
+
+/// What a decision wants to be done.
+#[derive(Debug)]
+pub(crate) enum Step<R> {
+    /// Append this state, then answer.
+    Write(Write, R),
+    /// Answer without writing. The answer rests on the key's newest record.
+    Answer(R),
+}
+
+/// A state to append.
+#[derive(Debug)]
+pub(crate) struct Write {
+    pub(crate) entry: Entry,
+    /// It is a new claim: it needs a stamp, and room for what its owner will write later.
+    pub(crate) is_claim: bool,
+    /// End of the lease on the boot clock, where this opener grants or prolongs it.
+    pub(crate) deadline_boot_ms: Option<u64>,
+}
+
+/// The durability of a decision's record, and of the record that an answer rests on.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Levels {
+    pub(crate) write: Durability,
+    pub(crate) answer: Durability,
+}
+
+/// A decision that was carried out.
+#[derive(Debug)]
+pub(crate) struct Decided<R> {
+    pub(crate) answer: R,
+    /// The state that was appended, with its stamp.
+    pub(crate) written: Option<(Entry, Position)>,
+}
+
+/// What a decision under the lock came to.
+pub(crate) enum Attempt<R> {
+    Done {
+        decided: Decided<R>,
+        end: Position,
+        failures: crate::log::sync::FailureCount,
+    },
+    /// The store changed since the search: search again.
+    Again,
+    /// The active segment has no room for so many bytes.
+    NoRoom(Room),
+}
+
+impl Engine {
+    /// Decides about one key. `decide` may be called several times; the last call counts.
+    pub(crate) fn update<R>(
+        &self,
+        space: &Space,
+        key: &[u8],
+        levels: Levels,
+        retention: Retention,
+        mut decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
+    ) -> Result<Decided<R>> {
+        let wanted = self.wanted(space.id, key);
+        loop {
+            let located = self.locate(wanted, Entry::of_record)?;
+            let now = self.now();
+            let attempt = {
+                let mut core = self.core();
+                self.check_writable(&core)?;
+                let tried = self.attempt(
+                    &mut core,
+                    space,
+                    wanted,
+                    &located,
+                    now,
+                    retention,
+                    levels.answer,
+                    &mut decide,
+                )?;
+                if let Attempt::Done {
+                    decided:
+                        Decided {
+                            written: Some(_), ..
+                        },
+                    ..
+                } = &tried
+                {
+                    self.finish_append(&mut core, levels.write)?;
+                }
+                tried
+            };
+            match attempt {
+                Attempt::Again => {}
+                Attempt::NoRoom(room) => self.make_room(room)?,
+                Attempt::Done {
+                    decided,
+                    end,
+                    failures,
+                } => {
+                    let level = match decided.written {
+                        Some(_) => levels.write,
+                        None => levels.answer,
+                    };
+                    self.ensure(end, failures, level)?;
+                    return Ok(decided);
+                }
+            }
+        }
+    }
+
+    /// Decides under the lock, on the basis of a search made before.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one call site a batch form; all are inputs"
+    )]
+    pub(crate) fn attempt<R>(
+        &self,
+        core: &mut Core,
+        space: &Space,
+        wanted: Wanted<'_>,
+        located: &Located<Entry>,
+        now: Now,
+        retention: Retention,
+        answer_level: Durability,
+        decide: &mut impl FnMut(Option<&Entry>, &Env) -> Step<R>,
+    ) -> Result<Attempt<R>> {
+        if !located.is_current(core, wanted.h) {
+            return Ok(Attempt::Again);
+        }
+        core.check_namespace(space)?;
+        let hit = located.hit.as_ref();
+        let entry = hit
+            .map(|hit| &hit.taken)
+            .filter(|entry| is_alive(entry, &now));
+        let env = self.env(core, space, hit, now, retention);
+        let (mut write, answer) = match decide(entry, &env) {
+            Step::Write(write, answer) => (write, answer),
+            Step::Answer(answer) => {
+                // A claim that is held or a pause that is not over excludes; only what is final
+                // is told to a duplicate, and must be durable first.
+                let rests_on = hit.filter(|hit| hit.taken.is_final());
+                if let Some(hit) = rests_on {
+                    core.rest_on(hit.older.position, answer_level);
+                }
+                let end = rests_on.map_or(Position::START, |hit| hit.older.position.after());
+                let decided = Decided {
+                    answer,
+                    written: None,
+                };
+                return Ok(Attempt::Done {
+                    decided,
+                    end,
+                    failures: located.failures,
+                });
+            }
+        };
+        write.entry.cut_texts(self.evidence_bytes_max());
+        let older = hit.map(|hit| hit.older);
+        let mut owed_bytes = 0;
+        let mut has_stamp = true;
+        if write.is_claim {
+            self.check_unsettled(core, hit)?;
+            owed_bytes = self.owed_bytes(space, wanted.key);
+            // A stamp that goes unused because there is no room is a gap, not a fault.
+            match core.stamps.take() {
+                Some(stamp) => write.entry.state.stamp = stamp.get(),
+                None => has_stamp = false,
+            }
+        }
+        let mut record = write.entry.to_record(space.id, wanted.key);
+        record.parts.inherit_s = core.inherit(older, now.trusted_ms);
+        let frame_bytes = record.frame_bytes();
+        let need = if write.is_claim {
+            Need::New { owed_bytes }
+        } else {
+            Need::Owed
+        };
+        let room = Room { frame_bytes, need };
+        if !has_stamp || !core.has_room(room) {
+            return Ok(Attempt::NoRoom(room));
+        }
+        let unsettled = write.entry.kind.is_unsettled().then(|| UnsettledEntry {
+            namespace: space.id,
+            deadline_boot_ms: write
+                .deadline_boot_ms
+                .filter(|_| write.entry.flags & FLAG_DETACHED == 0),
+            owed_bytes: u32::try_from(self.owed_bytes(space, wanted.key)).unwrap_or(u32::MAX),
+        });
+        let Appended { position, failures } =
+            self.append(core, &record, wanted.h, older, unsettled);
+        let decided = Decided {
+            answer,
+            written: Some((write.entry, position)),
+        };
+        Ok(Attempt::Done {
+            decided,
+            end: position.after(),
+            failures,
+        })
+    }
+
+    pub(crate) fn env<T>(
+        &self,
+        core: &Core,
+        space: &Space,
+        hit: Option<&Hit<T>>,
+        now: Now,
+        retention: Retention,
+    ) -> Env {
+        let unsettled = hit.and_then(|hit| core.unsettled.get(&hit.older.position.get()));
+        Env {
+            now,
+            kind: space.kind,
+            generation: self.generation,
+            pid: self.pid,
+            retention,
+            attempts_max: space.options.attempts_max,
+            settle_ms: space.options.settle.map(crate::engine::namespace::to_ms),
+            deadline_boot_ms: unsettled.and_then(|entry| entry.deadline_boot_ms),
+        }
+    }
+
+    fn check_unsettled<T>(&self, core: &Core, hit: Option<&Hit<T>>) -> Result<()> {
+        let replaces = hit.is_some_and(|hit| hit.older.kind.is_unsettled());
+        let max = self.options.unsettled_count_max;
+        if !replaces && core.unsettled.len() >= max {
+            return Err(Error::new(
+                ErrorKind::Full,
+                format!(
+                    "too many open claims and keys in doubt: unsettled_count_max={max}; commit, \
+                     fail or resolve some, or raise the bound"
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl Core {
+    /// Refuses a namespace that was purged while handles of it were alive.
+    pub(crate) fn check_namespace(&self, space: &Space) -> Result<()> {
+        if self.namespaces.contains_key(&space.id) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "namespace was purged: name={}; open it again to create it anew",
+            space.name
+        )))
+    }
+}
+
+/// Says whether a record still counts: not a deletion, and unsettled or within its retention.
+pub(crate) fn is_alive(entry: &Entry, now: &Now) -> bool {
+    entry.kind != Kind::Forgotten
+        && (entry.kind.is_unsettled()
+            || entry.expires_at_s == 0
+            || now.trusted_ms < u64::from(entry.expires_at_s) * 1000)
+}
+
+impl Engine {
+    /// Returns the limit of an error's or evidence's bytes: less where segments are tiny.
+    pub(crate) fn evidence_bytes_max(&self) -> usize {
+        EVIDENCE_BYTES_MAX.min(to_usize(self.options.segment_bytes) / 8)
+    }
+
+    /// Returns the bytes of the largest record of a namespace, with a key of usual length.
+    pub(crate) fn largest_frame_bytes(&self, space: &Space) -> usize {
+        let texts = 2 * self.evidence_bytes_max();
+        let outcome = match space.kind {
+            NamespaceKind::Filter => 0,
+            _ => space.options.outcome_bytes_max.max(texts),
+        };
+        512.min(to_usize(self.options.segment_bytes) / 8) + outcome
+    }
+
+    /// Returns the log space that the owner of a claim may still need: one start or renewal with
+    /// evidence, and one end with the largest outcome or error.
+    pub(crate) fn owed_bytes(&self, space: &Space, key: &[u8]) -> u64 {
+        let state = HEADER_BYTES + STATE_BYTES + 2 + key.len() + 4 * PART_HEADER_BYTES + 16;
+        let texts = self.evidence_bytes_max();
+        (2 * state + 2 * texts + space.options.outcome_bytes_max.max(texts)) as u64
+    }
+}

@@ -1,0 +1,654 @@
+//! Records: the frames of the log. `docs/format.md` section 3.
+//!
+//! A frame is a 16-byte header, the state header of claim kinds, the key, and tagged parts,
+//! zero-padded to 8 bytes. Its checksum covers kind and length too and is seeded with the
+//! segment's nonce and the frame's offset, so bytes of a recycled or misplaced block never
+//! validate. The newest record of a key is its whole state: no record is a difference to another.
+
+use super::le::{Put, Reader, set_u32};
+use super::{Malformed, to_u32, to_usize};
+use crate::stamp::Stamp;
+
+pub(crate) const HEADER_BYTES: usize = 16;
+pub(crate) const STATE_BYTES: usize = 64;
+pub(crate) const PART_HEADER_BYTES: usize = 8;
+pub(crate) const ALIGN: usize = 8;
+/// The largest frame: its length is kept in 16 bits, in units of 8 bytes.
+pub(crate) const FRAME_BYTES_MAX: usize = 65_535 * ALIGN;
+const KEY_LEN_LONG: usize = 255;
+
+const _: () = assert!(FRAME_BYTES_MAX == 512 * 1024 - 8);
+
+/// What a record says. The numbers are part of the format; 20 and above are for later versions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Kind {
+    Seen = 1,
+    Forgotten = 2,
+    Claimed = 3,
+    Started = 4,
+    Done = 5,
+    Failed = 6,
+    Rejected = 7,
+    InDoubt = 8,
+    Dead = 9,
+    SyncMark = 16,
+    Unsettled = 17,
+    Seal = 18,
+    Group = 19,
+}
+
+/// One more than the largest kind: the width of per-kind counts.
+pub(crate) const KIND_COUNT: usize = 20;
+
+impl Kind {
+    pub(crate) fn from_u8(code: u8) -> Option<Kind> {
+        Some(match code {
+            1 => Kind::Seen,
+            2 => Kind::Forgotten,
+            3 => Kind::Claimed,
+            4 => Kind::Started,
+            5 => Kind::Done,
+            6 => Kind::Failed,
+            7 => Kind::Rejected,
+            8 => Kind::InDoubt,
+            9 => Kind::Dead,
+            16 => Kind::SyncMark,
+            17 => Kind::Unsettled,
+            18 => Kind::Seal,
+            19 => Kind::Group,
+            _ => return None,
+        })
+    }
+
+    /// Says whether the record is about a key, and so has an entry in the index.
+    pub(crate) fn has_key(self) -> bool {
+        (self as u8) < 16
+    }
+
+    /// Says whether a state header precedes the key.
+    pub(crate) fn has_state(self) -> bool {
+        self.has_key() && self as u8 > 2
+    }
+
+    /// Says whether the record may not be dropped with its segment while it is the key's newest.
+    pub(crate) fn is_unsettled(self) -> bool {
+        matches!(self, Kind::Claimed | Kind::Started | Kind::InDoubt)
+    }
+}
+
+/// The frame was carried over from an older segment; part `ORIGIN` names where it first was.
+pub(crate) const FLAG_CARRIED: u16 = 1 << 4;
+/// The state has a fingerprint.
+pub(crate) const FLAG_FINGERPRINT: u16 = 1 << 5;
+/// The claim outlives its process; only its lease ends it.
+pub(crate) const FLAG_DETACHED: u16 = 1 << 6;
+/// The outcome was over the limit and was not kept.
+pub(crate) const FLAG_OUTCOME_DROPPED: u16 = 1 << 7;
+/// The owner said that it does not know whether the effect happened.
+pub(crate) const FLAG_UNKNOWN: u16 = 1 << 8;
+/// Low bits of the flags: how many zero bytes end the frame.
+const PAD_MASK: u16 = 0b111;
+const FLAGS_KNOWN: u16 = PAD_MASK
+    | FLAG_CARRIED
+    | FLAG_FINGERPRINT
+    | FLAG_DETACHED
+    | FLAG_OUTCOME_DROPPED
+    | FLAG_UNKNOWN;
+
+/// The fixed fields of claim kinds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StateHeader {
+    /// The epoch.
+    pub(crate) stamp: u64,
+    /// The generation of the opener that holds the claim.
+    pub(crate) owner: u64,
+    /// Trusted time of the event: claimed, started, committed, failed, in doubt since.
+    pub(crate) at_ms: u64,
+    /// Claimed, Started: end of the lease. Failed: not before. Otherwise 0.
+    pub(crate) until_ms: u64,
+    pub(crate) fingerprint: [u8; 16],
+    pub(crate) attempt: u32,
+    /// Trusted time of the key's first claim.
+    pub(crate) first_seen_s: u32,
+    pub(crate) lease_ms: u32,
+    pub(crate) pid: u32,
+}
+
+impl StateHeader {
+    pub(crate) fn epoch(&self) -> Stamp {
+        Stamp::from_u64(self.stamp)
+    }
+}
+
+/// The tagged parts of a record. Unknown tags are refused: a later version wrote them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Parts<'a> {
+    pub(crate) outcome: Option<&'a [u8]>,
+    pub(crate) error: Option<&'a [u8]>,
+    pub(crate) evidence: Option<&'a [u8]>,
+    /// Where a carried record first was.
+    pub(crate) origin: Option<u64>,
+    /// The drop time of the segment that holds the superseded record (0: never): this record's
+    /// segment is not dropped before it.
+    pub(crate) inherit_s: Option<u32>,
+}
+
+const TAG_OUTCOME: u16 = 1;
+const TAG_ERROR: u16 = 2;
+const TAG_EVIDENCE: u16 = 3;
+const TAG_ORIGIN: u16 = 4;
+const TAG_INHERIT: u16 = 5;
+
+/// One record, as written and as read; borrows its key and parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Record<'a> {
+    pub(crate) kind: Kind,
+    pub(crate) namespace: u16,
+    pub(crate) flags: u16,
+    /// End of retention in seconds of trusted time, exclusive; 0 is never.
+    pub(crate) expires_at_s: u32,
+    pub(crate) key: &'a [u8],
+    pub(crate) state: StateHeader,
+    pub(crate) parts: Parts<'a>,
+}
+
+impl<'a> Record<'a> {
+    pub(crate) fn new(kind: Kind, namespace: u16, key: &'a [u8]) -> Self {
+        Record {
+            kind,
+            namespace,
+            flags: 0,
+            expires_at_s: 0,
+            key,
+            state: StateHeader::default(),
+            parts: Parts::default(),
+        }
+    }
+
+    /// Returns the length of the frame, in bytes.
+    pub(crate) fn frame_bytes(&self) -> usize {
+        self.body_bytes().next_multiple_of(ALIGN)
+    }
+
+    fn body_bytes(&self) -> usize {
+        let part = |bytes: Option<&[u8]>| bytes.map_or(0, |b| PART_HEADER_BYTES + b.len());
+        HEADER_BYTES
+            + if self.kind.has_state() {
+                STATE_BYTES
+            } else {
+                0
+            }
+            + if self.key.len() >= KEY_LEN_LONG { 2 } else { 0 }
+            + self.key.len()
+            + part(self.parts.outcome)
+            + part(self.parts.error)
+            + part(self.parts.evidence)
+            + self.parts.origin.map_or(0, |_| PART_HEADER_BYTES + 8)
+            + self.parts.inherit_s.map_or(0, |_| PART_HEADER_BYTES + 4)
+    }
+
+    /// Appends the frame to `out`, with its checksum. The caller has checked the size.
+    pub(crate) fn encode(&self, out: &mut Vec<u8>, seed: u32) {
+        let start = out.len();
+        let body = self.body_bytes();
+        let frame = body.next_multiple_of(ALIGN);
+        debug_assert!(frame <= FRAME_BYTES_MAX);
+        let pad = frame - body;
+        out.reserve(frame);
+        let key_len = self.key.len().min(KEY_LEN_LONG);
+        put_header(out, frame, self.kind, key_len);
+        out.put_u32(self.expires_at_s);
+        out.put_u16(self.namespace);
+        out.put_u16(self.flags & !PAD_MASK | to_u16(pad));
+        if self.kind.has_state() {
+            self.encode_state(out);
+        }
+        if key_len == KEY_LEN_LONG {
+            out.put_u16(to_u16(self.key.len()));
+        }
+        out.put(self.key);
+        self.encode_parts(out);
+        out.put_zeros(pad);
+        if let Some(frame) = out.get_mut(start..) {
+            set_crc(frame, seed);
+        }
+    }
+
+    fn encode_state(&self, out: &mut Vec<u8>) {
+        let s = &self.state;
+        out.put_u64(s.stamp);
+        out.put_u64(s.owner);
+        out.put_u64(s.at_ms);
+        out.put_u64(s.until_ms);
+        out.put(&s.fingerprint);
+        out.put_u32(s.attempt);
+        out.put_u32(s.first_seen_s);
+        out.put_u32(s.lease_ms);
+        out.put_u32(s.pid);
+    }
+
+    fn encode_parts(&self, out: &mut Vec<u8>) {
+        let mut part = |tag: u16, bytes: &[u8]| {
+            out.put_u16(tag);
+            out.put_u16(0);
+            out.put_u32(to_u32(bytes.len()));
+            out.put(bytes);
+        };
+        if let Some(bytes) = self.parts.outcome {
+            part(TAG_OUTCOME, bytes);
+        }
+        if let Some(bytes) = self.parts.error {
+            part(TAG_ERROR, bytes);
+        }
+        if let Some(bytes) = self.parts.evidence {
+            part(TAG_EVIDENCE, bytes);
+        }
+        if let Some(origin) = self.parts.origin {
+            part(TAG_ORIGIN, &origin.to_le_bytes());
+        }
+        if let Some(seconds) = self.parts.inherit_s {
+            part(TAG_INHERIT, &seconds.to_le_bytes());
+        }
+    }
+}
+
+fn to_u16(value: usize) -> u16 {
+    u16::try_from(value).unwrap_or(u16::MAX)
+}
+
+fn put_header(out: &mut Vec<u8>, frame_bytes: usize, kind: Kind, key_len: usize) {
+    out.put_u32(0);
+    out.put_u16(to_u16(frame_bytes / ALIGN));
+    out.put_u8(kind as u8);
+    out.put_u8(u8::try_from(key_len).unwrap_or(u8::MAX));
+}
+
+fn set_crc(frame: &mut [u8], seed: u32) {
+    let crc = checksum(frame, seed);
+    set_u32(frame, 0, crc);
+}
+
+fn checksum(frame: &[u8], seed: u32) -> u32 {
+    let mut hasher = crc32fast::Hasher::new_with_initial(seed);
+    hasher.update(frame.get(4..).unwrap_or_default());
+    hasher.finalize()
+}
+
+/// The checksum's seed: another segment or another offset is another seed, and CRC-32 maps
+/// different seeds of the same bytes to different sums.
+pub(crate) fn seed(nonce: u32, offset: u32) -> u32 {
+    nonce.wrapping_add((offset / 8).wrapping_mul(0x9e37_79b1))
+}
+
+/// The bytes are what was written, by a version that knows more than this one.
+pub(crate) const NEWER: Malformed = Malformed("record of a newer version");
+
+/// A frame whose checksum was compared; not parsed yet.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Frame<'a> {
+    pub(crate) kind: Kind,
+    bytes: &'a [u8],
+}
+
+/// Reads the length that a frame's first 8 bytes claim; `None` if no frame can start so.
+pub(crate) fn claimed_bytes(header: &[u8]) -> Option<usize> {
+    let mut reader = Reader::new(header.get(4..8)?);
+    let len = usize::from(reader.u16().ok()?) * ALIGN;
+    let kind = reader.u8().ok()?;
+    // A kind of a later version may be any but 0, which is what empty space looks like.
+    (len >= HEADER_BYTES && kind != 0).then_some(len)
+}
+
+impl<'a> Frame<'a> {
+    /// Verifies the frame at the start of `bytes`.
+    pub(crate) fn verify(bytes: &'a [u8], seed: u32) -> Result<Frame<'a>, Malformed> {
+        let len = claimed_bytes(bytes).ok_or(Malformed("no frame starts here"))?;
+        let frame = bytes
+            .get(..len)
+            .ok_or(Malformed("frame longer than what is left"))?;
+        let crc = Reader::new(frame).u32()?;
+        if checksum(frame, seed) != crc {
+            return Err(Malformed("checksum differs"));
+        }
+        let kind = frame.get(6).and_then(|b| Kind::from_u8(*b)).ok_or(NEWER)?;
+        Ok(Frame { kind, bytes: frame })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// Parses a record about a key.
+    pub(crate) fn record(&self) -> Result<Record<'a>, Malformed> {
+        if !self.kind.has_key() {
+            return Err(Malformed("record has no key"));
+        }
+        let mut r = Reader::new(self.bytes);
+        r.bytes(7)?;
+        let key_len = usize::from(r.u8()?);
+        let expires_at_s = r.u32()?;
+        let namespace = r.u16()?;
+        let flags = r.u16()?;
+        if flags & !FLAGS_KNOWN != 0 {
+            return Err(NEWER);
+        }
+        let state = if self.kind.has_state() {
+            read_state(&mut r)?
+        } else {
+            StateHeader::default()
+        };
+        let key_len = if key_len == KEY_LEN_LONG {
+            usize::from(r.u16()?)
+        } else {
+            key_len
+        };
+        let key = r.bytes(key_len)?;
+        let pad = usize::from(flags & PAD_MASK);
+        let body = r
+            .rest()
+            .len()
+            .checked_sub(pad)
+            .ok_or(Malformed("padding too long"))?;
+        let parts = read_parts(Reader::new(r.bytes(body)?))?;
+        r.zeros(pad)?;
+        if key.is_empty() {
+            return Err(Malformed("empty key"));
+        }
+        let flags = flags & !PAD_MASK;
+        Ok(Record {
+            kind: self.kind,
+            namespace,
+            flags,
+            expires_at_s,
+            key,
+            state,
+            parts,
+        })
+    }
+
+    /// Parses a sync mark: everything before this log position was durable when it was written.
+    pub(crate) fn sync_mark(&self) -> Result<SyncMark, Malformed> {
+        let mut r = self.body(Kind::SyncMark)?;
+        Ok(SyncMark {
+            durable: r.u64()?,
+            trusted_ms: r.u64()?,
+        })
+    }
+
+    /// Parses one list of unsettled offsets.
+    pub(crate) fn unsettled(&self) -> Result<Vec<u32>, Malformed> {
+        let mut r = self.body(Kind::Unsettled)?;
+        let count = to_usize(r.u32()?);
+        if count > r.rest().len() / 4 {
+            return Err(Malformed("list longer than its frame"));
+        }
+        (0..count)
+            .map(|_| r.u32().map(|at| at.saturating_mul(8)))
+            .collect()
+    }
+
+    /// Parses the seal that ends a segment.
+    pub(crate) fn seal(&self) -> Result<Seal, Malformed> {
+        let mut r = self.body(Kind::Seal)?;
+        let mut seal = Seal {
+            trusted_ms: r.u64()?,
+            ..Seal::default()
+        };
+        for count in &mut seal.by_kind {
+            *count = r.u32()?;
+        }
+        seal.superseded_count = r.u32()?;
+        seal.unsettled_count = r.u32()?;
+        seal.drop_at_s = r.u32()?;
+        r.zeros(4)?;
+        Ok(seal)
+    }
+
+    fn body(&self, kind: Kind) -> Result<Reader<'a>, Malformed> {
+        if self.kind != kind {
+            return Err(Malformed("another kind of record was expected"));
+        }
+        let mut r = Reader::new(self.bytes);
+        r.bytes(7)?;
+        r.zeros(HEADER_BYTES - 7)?;
+        Ok(r)
+    }
+}
+
+fn read_state(r: &mut Reader<'_>) -> Result<StateHeader, Malformed> {
+    Ok(StateHeader {
+        stamp: r.u64()?,
+        owner: r.u64()?,
+        at_ms: r.u64()?,
+        until_ms: r.u64()?,
+        fingerprint: r.array()?,
+        attempt: r.u32()?,
+        first_seen_s: r.u32()?,
+        lease_ms: r.u32()?,
+        pid: r.u32()?,
+    })
+}
+
+fn read_parts(mut r: Reader<'_>) -> Result<Parts<'_>, Malformed> {
+    let mut parts = Parts::default();
+    while !r.is_empty() {
+        let tag = r.u16()?;
+        r.zeros(2)?;
+        let len = to_usize(r.u32()?);
+        let bytes = r.bytes(len)?;
+        match tag {
+            TAG_OUTCOME => parts.outcome = Some(bytes),
+            TAG_ERROR => parts.error = Some(bytes),
+            TAG_EVIDENCE => parts.evidence = Some(bytes),
+            TAG_ORIGIN => parts.origin = Some(Reader::new(bytes).u64()?),
+            TAG_INHERIT => parts.inherit_s = Some(Reader::new(bytes).u32()?),
+            _ => return Err(NEWER),
+        }
+    }
+    Ok(parts)
+}
+
+/// Proof, inside the log, of how far an earlier flush had reached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SyncMark {
+    /// The position below which everything was durable.
+    pub(crate) durable: u64,
+    pub(crate) trusted_ms: u64,
+}
+
+pub(crate) const SYNC_MARK_BYTES: usize = HEADER_BYTES + 16;
+
+impl SyncMark {
+    pub(crate) fn encode(&self, out: &mut Vec<u8>, seed: u32) {
+        let start = out.len();
+        put_header(out, SYNC_MARK_BYTES, Kind::SyncMark, 0);
+        out.put_zeros(8);
+        out.put_u64(self.durable);
+        out.put_u64(self.trusted_ms);
+        set_crc(out.get_mut(start..).unwrap_or_default(), seed);
+    }
+}
+
+/// The last record of a full segment.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Seal {
+    pub(crate) trusted_ms: u64,
+    /// Records about keys, by kind.
+    pub(crate) by_kind: [u32; KIND_COUNT],
+    /// Records of this segment that a later record of this segment supersedes.
+    pub(crate) superseded_count: u32,
+    /// Offsets listed in the frames before this one.
+    pub(crate) unsettled_count: u32,
+    /// From this trusted second on nothing in the segment is needed; 0 is never.
+    pub(crate) drop_at_s: u32,
+}
+
+pub(crate) const SEAL_BYTES: usize = HEADER_BYTES + 8 + KIND_COUNT * 4 + 16;
+const _: () = assert!(SEAL_BYTES.is_multiple_of(ALIGN));
+
+/// Offsets in one list frame at the most.
+pub(crate) const UNSETTLED_LIST_MAX: usize = 100_000;
+
+impl Seal {
+    pub(crate) fn encode(&self, out: &mut Vec<u8>, seed: u32) {
+        let start = out.len();
+        put_header(out, SEAL_BYTES, Kind::Seal, 0);
+        out.put_zeros(8);
+        out.put_u64(self.trusted_ms);
+        for count in self.by_kind {
+            out.put_u32(count);
+        }
+        out.put_u32(self.superseded_count);
+        out.put_u32(self.unsettled_count);
+        out.put_u32(self.drop_at_s);
+        out.put_zeros(4);
+        set_crc(out.get_mut(start..).unwrap_or_default(), seed);
+    }
+}
+
+/// Returns the bytes of a list of so many unsettled offsets.
+pub(crate) fn unsettled_list_bytes(count: usize) -> usize {
+    (HEADER_BYTES + 4 + count * 4).next_multiple_of(ALIGN)
+}
+
+/// Appends one list of unsettled offsets, at most [`UNSETTLED_LIST_MAX`].
+pub(crate) fn encode_unsettled(offsets: &[u32], out: &mut Vec<u8>, seed: u32) {
+    let start = out.len();
+    let frame = unsettled_list_bytes(offsets.len());
+    put_header(out, frame, Kind::Unsettled, 0);
+    out.put_zeros(8);
+    out.put_u32(to_u32(offsets.len()));
+    for offset in offsets {
+        out.put_u32(offset / 8);
+    }
+    out.put_zeros(frame - (out.len() - start));
+    set_crc(out.get_mut(start..).unwrap_or_default(), seed);
+}
+
+/// Returns the bytes that the end of a segment needs with so many unsettled records.
+pub(crate) fn footer_bytes(unsettled_count: usize) -> usize {
+    let full = unsettled_count / UNSETTLED_LIST_MAX;
+    let rest = unsettled_count % UNSETTLED_LIST_MAX;
+    let rest_bytes = if rest == 0 {
+        0
+    } else {
+        unsettled_list_bytes(rest)
+    };
+    full * unsettled_list_bytes(UNSETTLED_LIST_MAX) + rest_bytes + SEAL_BYTES
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn full_record(key: &[u8]) -> Record<'_> {
+        let mut record = Record::new(Kind::Done, 3, key);
+        record.flags = FLAG_FINGERPRINT | FLAG_CARRIED;
+        record.expires_at_s = 77;
+        record.state = StateHeader {
+            stamp: 1,
+            owner: 2,
+            at_ms: 3,
+            until_ms: 4,
+            fingerprint: [5; 16],
+            attempt: 6,
+            first_seen_s: 7,
+            lease_ms: 8,
+            pid: 9,
+        };
+        record.parts = Parts {
+            outcome: Some(b"paid"),
+            error: Some(b""),
+            evidence: Some(b"evidence"),
+            origin: Some(11),
+            inherit_s: Some(12),
+        };
+        record
+    }
+
+    #[test]
+    fn a_record_reads_back_as_it_was_written() {
+        for key_len in [1, 16, 254, 255, 256, 65_535] {
+            let key = vec![b'k'; key_len];
+            for record in [full_record(&key), Record::new(Kind::Seen, 1, &key)] {
+                let mut bytes = Vec::new();
+                record.encode(&mut bytes, 42);
+                assert_eq!(bytes.len(), record.frame_bytes());
+                let frame = Frame::verify(&bytes, 42).unwrap();
+                assert_eq!(frame.record().unwrap(), record);
+            }
+        }
+    }
+
+    #[test]
+    fn a_seen_record_of_a_16_byte_key_has_32_bytes() {
+        assert_eq!(Record::new(Kind::Seen, 1, &[0; 16]).frame_bytes(), 32);
+    }
+
+    #[test]
+    fn every_changed_bit_and_every_cut_is_noticed() {
+        let mut bytes = Vec::new();
+        full_record(b"order-1").encode(&mut bytes, 42);
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(Frame::verify(&bad, 42).is_err(), "bit {bit}");
+        }
+        for len in 0..bytes.len() {
+            assert!(Frame::verify(&bytes[..len], 42).is_err(), "cut at {len}");
+        }
+    }
+
+    #[test]
+    fn bytes_at_another_offset_or_of_another_segment_do_not_validate() {
+        let mut bytes = Vec::new();
+        full_record(b"order-1").encode(&mut bytes, seed(9, 64));
+        assert!(Frame::verify(&bytes, seed(9, 64)).is_ok());
+        assert!(Frame::verify(&bytes, seed(9, 72)).is_err());
+        assert!(Frame::verify(&bytes, seed(10, 64)).is_err());
+    }
+
+    #[test]
+    fn marks_lists_and_seals_read_back() {
+        let mut bytes = Vec::new();
+        let mark = SyncMark {
+            durable: 5,
+            trusted_ms: 6,
+        };
+        mark.encode(&mut bytes, 1);
+        assert_eq!(bytes.len(), SYNC_MARK_BYTES);
+        assert_eq!(Frame::verify(&bytes, 1).unwrap().sync_mark().unwrap(), mark);
+
+        bytes.clear();
+        encode_unsettled(&[64, 128, 4096], &mut bytes, 1);
+        assert_eq!(
+            Frame::verify(&bytes, 1).unwrap().unsettled().unwrap(),
+            [64, 128, 4096]
+        );
+
+        bytes.clear();
+        let mut seal = Seal {
+            trusted_ms: 1,
+            superseded_count: 2,
+            ..Seal::default()
+        };
+        seal.by_kind[1] = 9;
+        seal.drop_at_s = 8;
+        seal.encode(&mut bytes, 1);
+        assert_eq!(bytes.len(), SEAL_BYTES);
+        assert_eq!(Frame::verify(&bytes, 1).unwrap().seal().unwrap(), seal);
+    }
+
+    #[test]
+    fn a_list_that_claims_more_than_its_frame_is_refused_without_allocating() {
+        let mut bytes = Vec::new();
+        encode_unsettled(&[64], &mut bytes, 1);
+        bytes[16..20].copy_from_slice(&u32::MAX.to_le_bytes());
+        set_crc(&mut bytes, 1);
+        let frame = Frame::verify(&bytes, 1).unwrap();
+        assert_eq!(
+            frame.unsettled(),
+            Err(Malformed("list longer than its frame"))
+        );
+    }
+}

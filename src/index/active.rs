@@ -1,0 +1,262 @@
+//! The one mutable table: from hash to place, for the records of the active segment.
+//!
+//! Open addressing in eight parts by the top bits of h, so that part and slot give h back when
+//! the table is sealed. A slot is the low 41 bits of h and the offset in units of 8 bytes; zero is
+//! empty, because no record starts at offset 0. Keys are not removed: a later record of a key
+//! takes over its slot.
+
+use crate::format::run::HASH_BITS;
+
+const OFFSET_BITS: u32 = 23;
+const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
+const TAG_BITS: u32 = 64 - OFFSET_BITS;
+const PART_BITS: u32 = HASH_BITS - TAG_BITS;
+const PARTS: usize = 1 << PART_BITS;
+/// The smallest record that has a key: a 16-byte header, a key of 1 to 8 bytes.
+const RECORD_BYTES_MIN: u64 = 24;
+
+const _: () = assert!(PARTS == 8);
+
+/// See the module's description.
+#[derive(Clone, Debug)]
+pub(crate) struct ActiveTable {
+    slots: Vec<u64>,
+    /// Slots of one part, as a power of two.
+    part_slot_bits: u32,
+    counts: [usize; PARTS],
+}
+
+/// What undoes one change of the table.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SlotUndo {
+    index: usize,
+    before: u64,
+}
+
+impl ActiveTable {
+    /// Makes a table for a segment of so many bytes. It is sized for records of 32 bytes at a
+    /// load of a half; smaller records fill it up, which ends the segment early.
+    pub(crate) fn new(segment_bytes: u32) -> Self {
+        let records = u64::from(segment_bytes) / (RECORD_BYTES_MIN + 8);
+        let part_slots = (records * 2 / PARTS as u64).next_power_of_two().max(32);
+        let part_slot_bits = part_slots.trailing_zeros();
+        let slots = vec![0; PARTS << part_slot_bits];
+        ActiveTable {
+            slots,
+            part_slot_bits,
+            counts: [0; PARTS],
+        }
+    }
+
+    /// Returns how many keys have a slot.
+    pub(crate) fn count(&self) -> usize {
+        self.counts.iter().sum()
+    }
+
+    /// Says whether a part has reached a load of three quarters: the segment must end.
+    pub(crate) fn is_full(&self) -> bool {
+        let most = self.counts.iter().max().copied().unwrap_or(0);
+        most * 4 >= (3 << self.part_slot_bits)
+    }
+
+    /// Returns the bytes of memory held.
+    pub(crate) fn memory_bytes(&self) -> usize {
+        self.slots.len() * 8
+    }
+
+    /// Returns the offsets of all records whose key may have this hash, in probe order.
+    pub(crate) fn candidates(&self, h: u64) -> Candidates<'_> {
+        let (part, tag) = split(h);
+        Candidates {
+            table: self,
+            part,
+            tag,
+            index: self.home(tag),
+            left: self.part_slots(),
+        }
+    }
+
+    /// Adds a record of a key that has no slot yet.
+    pub(crate) fn insert(&mut self, h: u64, offset: u32) -> SlotUndo {
+        let (part, tag) = split(h);
+        let mut index = self.home(tag);
+        // Ends: the segment is rolled before a part is more than three quarters full.
+        while self.slot(part, index) != 0 {
+            index = (index + 1) & (self.part_slots() - 1);
+        }
+        if let Some(count) = self.counts.get_mut(part) {
+            *count += 1;
+        }
+        self.set(part, index, tag, offset)
+    }
+
+    /// Lets a later record of the same key take over the slot that holds `before`.
+    pub(crate) fn replace(&mut self, h: u64, before: u32, offset: u32) -> Option<SlotUndo> {
+        let (part, tag) = split(h);
+        let mut found = None;
+        let mut candidates = self.candidates(h);
+        while let Some(at) = candidates.next() {
+            if at == before {
+                found = Some((candidates.index + self.part_slots() - 1) & (self.part_slots() - 1));
+                break;
+            }
+        }
+        found.map(|index| self.set(part, index, tag, offset))
+    }
+
+    /// Takes back the newest change that was not taken back yet.
+    pub(crate) fn undo(&mut self, undo: SlotUndo) {
+        let part = undo.index >> self.part_slot_bits;
+        if undo.before == 0
+            && let Some(count) = self.counts.get_mut(part)
+        {
+            *count -= 1;
+        }
+        if let Some(slot) = self.slots.get_mut(undo.index) {
+            *slot = undo.before;
+        }
+    }
+
+    /// Returns all entries as (h, offset), ascending by h.
+    pub(crate) fn sorted(&self) -> Vec<(u64, u32)> {
+        let mut all = Vec::with_capacity(self.count());
+        for (index, slot) in self
+            .slots
+            .iter()
+            .enumerate()
+            .filter(|(_, slot)| **slot != 0)
+        {
+            let part = (index >> self.part_slot_bits) as u64;
+            all.push((part << TAG_BITS | slot >> OFFSET_BITS, to_offset(*slot)));
+        }
+        all.sort_unstable();
+        all
+    }
+
+    fn part_slots(&self) -> usize {
+        1 << self.part_slot_bits
+    }
+
+    fn home(&self, tag: u64) -> usize {
+        usize::try_from(tag >> (TAG_BITS - self.part_slot_bits)).unwrap_or(0)
+    }
+
+    fn slot(&self, part: usize, index: usize) -> u64 {
+        self.slots
+            .get((part << self.part_slot_bits) + index)
+            .copied()
+            .unwrap_or(0)
+    }
+
+    fn set(&mut self, part: usize, index: usize, tag: u64, offset: u32) -> SlotUndo {
+        let index = (part << self.part_slot_bits) + index;
+        let mut undo = SlotUndo { index, before: 0 };
+        if let Some(slot) = self.slots.get_mut(index) {
+            undo.before = *slot;
+            *slot = tag << OFFSET_BITS | u64::from(offset / 8);
+        }
+        undo
+    }
+}
+
+fn split(h: u64) -> (usize, u64) {
+    (
+        usize::try_from(h >> TAG_BITS).unwrap_or(0),
+        h & ((1 << TAG_BITS) - 1),
+    )
+}
+
+fn to_offset(slot: u64) -> u32 {
+    u32::try_from((slot & OFFSET_MASK) * 8).unwrap_or(u32::MAX)
+}
+
+/// Iterator over the offsets of one hash.
+#[derive(Clone, Debug)]
+pub(crate) struct Candidates<'a> {
+    table: &'a ActiveTable,
+    part: usize,
+    tag: u64,
+    index: usize,
+    left: usize,
+}
+
+impl Iterator for Candidates<'_> {
+    type Item = u32;
+
+    fn next(&mut self) -> Option<u32> {
+        while self.left > 0 {
+            let slot = self.table.slot(self.part, self.index);
+            if slot == 0 {
+                self.left = 0;
+                return None;
+            }
+            self.index = (self.index + 1) & (self.table.part_slots() - 1);
+            self.left -= 1;
+            if slot >> OFFSET_BITS == self.tag {
+                return Some(to_offset(slot));
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn h(n: u64) -> u64 {
+        n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - HASH_BITS)
+    }
+
+    #[test]
+    fn every_entry_is_found_and_comes_back_sorted_with_its_whole_hash() {
+        let mut table = ActiveTable::new(64 * 1024);
+        let mut expected = Vec::new();
+        for n in 1..=2000u64 {
+            let offset = u32::try_from(n * 8 + 64).unwrap();
+            table.insert(h(n), offset);
+            expected.push((h(n), offset));
+        }
+        assert!(!table.is_full());
+        for (h, offset) in &expected {
+            assert!(table.candidates(*h).any(|at| at == *offset));
+        }
+        expected.sort_unstable();
+        assert_eq!(table.sorted(), expected);
+    }
+
+    #[test]
+    fn equal_hashes_keep_a_slot_each_and_a_replacement_takes_over_only_its_own() {
+        let mut table = ActiveTable::new(4096);
+        table.insert(5, 64);
+        table.insert(5, 128);
+        assert_eq!(table.candidates(5).collect::<Vec<_>>(), [64, 128]);
+        assert!(table.replace(5, 128, 256).is_some());
+        assert!(table.replace(5, 999 * 8, 512).is_none());
+        assert_eq!(table.candidates(5).collect::<Vec<_>>(), [64, 256]);
+        assert_eq!(table.count(), 2);
+    }
+
+    #[test]
+    fn undone_changes_leave_the_table_as_it_was() {
+        let mut table = ActiveTable::new(4096);
+        table.insert(5, 64);
+        let one = table.insert(6, 128);
+        let two = table.replace(5, 64, 256).unwrap();
+        table.undo(two);
+        table.undo(one);
+        assert_eq!(table.sorted(), [(5, 64)]);
+        assert_eq!(table.count(), 1);
+    }
+
+    #[test]
+    fn a_table_says_when_it_is_full() {
+        let mut table = ActiveTable::new(4096);
+        let mut count = 0;
+        while !table.is_full() {
+            count += 1;
+            table.insert(h(count), 64);
+        }
+        assert!(count >= 128, "count={count}");
+    }
+}

@@ -1,0 +1,151 @@
+//! Reads one immutable run and its filter.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::format::Malformed;
+use crate::format::filter::{self, FilterHeader};
+use crate::format::run::{PAGE_BYTES, Page, RunHeader, page_number};
+use crate::vfs::Map;
+
+/// A run whose header and filter were verified; pages are verified when first read.
+#[derive(Debug)]
+pub(crate) struct Run {
+    map: Map,
+    pub(crate) header: RunHeader,
+    filter_map: Map,
+    filter: FilterHeader,
+    /// One bit a page. Relaxed: a page verified twice is only wasted work.
+    verified: Vec<AtomicU64>,
+}
+
+impl Run {
+    /// Opens a run and its filter, which must belong together.
+    pub(crate) fn open(map: Map, filter_map: Map) -> Result<Run, Malformed> {
+        map.advise_random();
+        let header = RunHeader::decode(&map)?;
+        let (filter, _) = filter::decode(&filter_map)?;
+        let same = filter.store == header.store
+            && filter.hash_key_id == header.hash_key_id
+            && filter.generation == header.generation;
+        if !same || filter.keys_count != header.hashes_count {
+            return Err(Malformed("filter of another run"));
+        }
+        let pages = header.geometry.pages + u64::from(header.spill_pages);
+        let words = usize::try_from(pages.div_ceil(64)).unwrap_or(0);
+        let verified = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Ok(Run {
+            map,
+            header,
+            filter_map,
+            filter,
+            verified,
+        })
+    }
+
+    /// Says whether the run may hold this hash; `false` is certain.
+    pub(crate) fn may_contain(&self, h: u64) -> bool {
+        let body = self
+            .filter_map
+            .get(filter::FILTER_HEADER_BYTES..)
+            .unwrap_or_default();
+        filter::may_contain(body, self.filter.blocks_count, h)
+    }
+
+    /// Returns the bytes of the filter file.
+    pub(crate) fn filter_bytes(&self) -> u64 {
+        self.filter_map.len() as u64
+    }
+
+    /// Returns the bytes of the run file.
+    pub(crate) fn run_bytes(&self) -> u64 {
+        self.map.len() as u64
+    }
+
+    /// Appends the places (segment, offset) of all entries with this hash, newest first.
+    pub(crate) fn find(&self, h: u64, places: &mut Vec<(u64, u32)>) -> Result<(), Malformed> {
+        let g = self.header.geometry;
+        let tag = g.tag(h);
+        let home = g.home_page(h);
+        let range = g.first_h(home + 1).saturating_sub(g.first_h(home)).max(1);
+        let start = places.len();
+        let mut page = self.page(home)?;
+        // At most one page more than there are spill pages: a damaged chain must end too.
+        for _ in 0..=self.header.spill_pages {
+            let first = first_at_least(&page, tag, range, |slot| g.slot_tag(slot));
+            let mut index = first;
+            while index < page.count() {
+                let slot = page.slot(index);
+                if g.slot_tag(slot) != tag {
+                    break;
+                }
+                places.push((self.header.lo + g.slot_ordinal(slot), g.slot_offset(slot)));
+                index += 1;
+            }
+            // A smaller tag than the page's last one cannot stand in a later page.
+            if page.overflow == 0 || index < page.count() {
+                break;
+            }
+            page = self.page(g.pages + u64::from(page.overflow) - 1)?;
+        }
+        if let Some(found) = places.get_mut(start..) {
+            found.sort_unstable_by(|a, b| b.cmp(a));
+        }
+        Ok(())
+    }
+
+    /// Reads a page, verifying it the first time.
+    fn page(&self, page: u64) -> Result<Page<'_>, Malformed> {
+        let at = usize::try_from(page + 1)
+            .unwrap_or(usize::MAX)
+            .saturating_mul(PAGE_BYTES);
+        let bytes = self.map.get(at..).and_then(|b| b.get(..PAGE_BYTES));
+        let bytes = bytes.ok_or(Malformed("page behind the end"))?;
+        let word = usize::try_from(page / 64)
+            .ok()
+            .and_then(|w| self.verified.get(w));
+        let word = word.ok_or(Malformed("page behind the end"))?;
+        let bit = 1u64 << (page % 64);
+        let known = word.load(Ordering::Relaxed) & bit != 0;
+        let read = Page::read(bytes, page_number(page), !known)?;
+        if !known {
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+        Ok(read)
+    }
+
+    /// Verifies every page and every count.
+    #[cfg(test)]
+    pub(crate) fn check_whole(&self) -> Result<(), Malformed> {
+        let mut slots = 0;
+        for page in 0..self.header.geometry.pages + u64::from(self.header.spill_pages) {
+            let read = self.page(page)?;
+            slots += read.count() as u64;
+            let ordered = (1..read.count()).all(|i| read.slot(i - 1) < read.slot(i));
+            if !ordered {
+                return Err(Malformed("slots out of order"));
+            }
+        }
+        if slots != self.header.slots_count {
+            return Err(Malformed(
+                "run has another number of slots than its header says",
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Finds the first slot with at least this tag: guesses by interpolation, then walks.
+fn first_at_least(page: &Page<'_>, tag: u64, range: u64, tag_of: impl Fn(u64) -> u64) -> usize {
+    let count = page.count();
+    let guess = u128::from(tag) * count as u128 / u128::from(range);
+    let mut index = usize::try_from(guess).unwrap_or(count).min(count);
+    // The hash spreads evenly, so the guess is some ten slots off; a page whose hashes were
+    // chosen degrades to a walk over its 510 slots.
+    while index > 0 && tag_of(page.slot(index - 1)) >= tag {
+        index -= 1;
+    }
+    while index < count && tag_of(page.slot(index)) < tag {
+        index += 1;
+    }
+    index
+}

@@ -1,0 +1,73 @@
+//! Embedded dedup log: exactly-once effects for at-least-once consumers.
+//!
+//! A worker opens a directory, asks "has this key been done?", and gets one atomic answer that
+//! survives `kill -9` and power loss. Three rungs, each complete:
+//!
+//! 1. **Filter** ([`DedupLog::filter`]): [`Filter::observe`] answers `New` or `Duplicate`.
+//! 2. **Run** ([`Namespace::run_once`]): claim, start, run, commit; duplicates get the outcome.
+//! 3. **Claim** ([`Namespace::claim`]): the same steps one by one, and batches of them.
+//!
+//! What exactly is promised, and what is not, is in `docs/guarantees.md`.
+
+#[cfg_attr(
+    not(feature = "testing"),
+    allow(unreachable_pub, reason = "public only for testing")
+)]
+mod clock;
+mod error;
+mod key;
+mod options;
+mod position;
+mod stamp;
+mod stats;
+mod verdict;
+
+mod format;
+mod vfs;
+
+mod index;
+mod log;
+mod model;
+
+mod engine;
+
+pub use engine::batch::{Filter, ObserveOptions};
+pub use engine::claim::{Claim, ClaimVerdict, Commit, Committable, StartError, Started};
+pub use engine::class::{
+    DirectCommit, EffectClass, Internal, NonRepeatable, Probeable, Repeatable,
+};
+pub use engine::handle::DedupLog;
+pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
+pub use engine::run_once::{Attempt, RunVerdict};
+pub use engine::ticket::Ticket;
+pub use error::{Applied, Error, ErrorKind, Result};
+pub use key::{
+    EVIDENCE_BYTES_MAX, Fingerprint, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, NamespaceKind,
+    OUTCOME_BYTES_MAX,
+};
+pub use options::{
+    Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
+    OUTCOME_BYTES_DEFAULT, Options, ProgressCallback, RETENTION_DEFAULT, Retention,
+    SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN,
+    SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT, WhenFull, ZeroFill,
+};
+pub use position::Position;
+pub use stamp::Stamp;
+pub use stats::{Health, OpenReport, Stats};
+pub use verdict::{
+    AckAdvice, Change, CommitVerdict, Done, Doubt, Failure, KeyState, Observed, Outcome, Owner,
+    Previous, Probed, Resolution, Unsettled,
+};
+
+/// Clocks, disks and hooks for tests: of this crate, and of the handlers of its users.
+#[cfg(feature = "testing")]
+pub mod testing {
+    pub use crate::clock::{Clock, ManualClock, Reading, SystemClock};
+    pub use crate::vfs::{Access, Dir, File, Lock, LockAttempt, Map, sim};
+}
+
+/// Compiles and runs the examples of the prose.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+#[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
+struct Prose;

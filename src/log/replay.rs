@@ -1,0 +1,180 @@
+//! Reads a segment back in order: records, then the end of the valid prefix and what lies behind.
+
+use crate::format::record::{
+    ALIGN, Frame, Kind, NEWER, Record, SYNC_MARK_BYTES, Seal, SyncMark, claimed_bytes, seed,
+};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::{Malformed, to_u32, to_usize};
+
+/// One valid frame.
+#[derive(Debug)]
+pub(crate) enum Item<'a> {
+    Record(u32, Record<'a>),
+    Mark(SyncMark),
+    Unsettled,
+    Seal(Seal),
+}
+
+/// Iterates over the valid prefix of a segment's bytes. Ends at the first frame that is not
+/// valid; [`Replay::end`] is then its offset.
+#[derive(Debug)]
+pub(crate) struct Replay<'a> {
+    bytes: &'a [u8],
+    nonce: u32,
+    at: usize,
+    sealed: bool,
+    not_understood: bool,
+}
+
+impl<'a> Replay<'a> {
+    /// Starts behind the segment's header.
+    pub(crate) fn new(bytes: &'a [u8], nonce: u32) -> Self {
+        Replay::starting_at(bytes, nonce, to_u32(SEGMENT_HEADER_BYTES))
+    }
+
+    /// Starts at the offset of a frame.
+    pub(crate) fn starting_at(bytes: &'a [u8], nonce: u32, offset: u32) -> Self {
+        Replay {
+            bytes,
+            nonce,
+            at: to_usize(offset),
+            sealed: false,
+            not_understood: false,
+        }
+    }
+
+    /// Returns the offset behind the last valid frame.
+    pub(crate) fn end(&self) -> u32 {
+        to_u32(self.at)
+    }
+
+    /// Says whether the seal record, which ends a segment, was read.
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.sealed
+    }
+
+    /// Says whether the replay ended at a frame whose checksum is right but which this version
+    /// does not understand: nothing behind it may be taken for an unfinished tail.
+    pub(crate) fn is_not_understood(&self) -> bool {
+        self.not_understood
+    }
+
+    fn parse(&self) -> Result<(Item<'a>, usize), Malformed> {
+        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let frame = Frame::verify(rest, seed(self.nonce, self.end()))?;
+        let item = match frame.kind {
+            Kind::SyncMark => Item::Mark(frame.sync_mark()?),
+            Kind::Unsettled => {
+                frame.unsettled()?;
+                Item::Unsettled
+            }
+            Kind::Seal => Item::Seal(frame.seal()?),
+            Kind::Group => return Err(NEWER),
+            _ => Item::Record(self.end(), frame.record()?),
+        };
+        Ok((item, frame.len()))
+    }
+}
+
+impl<'a> Iterator for Replay<'a> {
+    type Item = Item<'a>;
+
+    fn next(&mut self) -> Option<Item<'a>> {
+        if self.sealed {
+            return None;
+        }
+        let (item, len) = match self.parse() {
+            Ok(parsed) => parsed,
+            Err(why) => {
+                self.not_understood = why == NEWER;
+                return None;
+            }
+        };
+        self.at += len;
+        self.sealed = matches!(item, Item::Seal(_));
+        Some(item)
+    }
+}
+
+/// Returns the furthest position that a sync mark behind `from` proves to have been durable;
+/// 0 if there is none. Linear in the size: only what looks like a mark is verified.
+pub(crate) fn proven_behind(bytes: &[u8], nonce: u32, from: u32) -> u64 {
+    let mut proven = 0;
+    let mut at = to_usize(from).next_multiple_of(ALIGN);
+    while let Some(rest) = bytes.get(at..).filter(|rest| rest.len() >= SYNC_MARK_BYTES) {
+        if claimed_bytes(rest) == Some(SYNC_MARK_BYTES)
+            && let Ok(frame) = Frame::verify(rest, seed(nonce, to_u32(at)))
+            && let Ok(mark) = frame.sync_mark()
+        {
+            proven = proven.max(mark.durable);
+        }
+        at += ALIGN;
+    }
+    proven
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn segment(records: usize) -> Vec<u8> {
+        let mut bytes = vec![0; SEGMENT_HEADER_BYTES];
+        for n in 0..records {
+            let key = [u8::try_from(n).unwrap(); 16];
+            let seed = seed(7, to_u32(bytes.len()));
+            Record::new(Kind::Seen, 1, &key).encode(&mut bytes, seed);
+        }
+        bytes
+    }
+
+    #[test]
+    fn replay_keeps_the_prefix_before_the_first_invalid_frame() {
+        let mut bytes = segment(5);
+        bytes.resize(4096, 0);
+        let mut replay = Replay::new(&bytes, 7);
+        assert_eq!(replay.by_ref().count(), 5);
+        assert_eq!(replay.end(), 64 + 5 * 32);
+        assert!(!replay.is_sealed());
+        bytes[64 + 2 * 32 + 20] ^= 1;
+        let mut replay = Replay::new(&bytes, 7);
+        assert_eq!(replay.by_ref().count(), 2);
+        assert_eq!(replay.end(), 64 + 2 * 32);
+    }
+
+    #[test]
+    fn nothing_is_read_behind_a_seal() {
+        let mut bytes = segment(1);
+        let at = to_u32(bytes.len());
+        Seal::default().encode(&mut bytes, seed(7, at));
+        let at = to_u32(bytes.len());
+        Record::new(Kind::Seen, 1, b"late").encode(&mut bytes, seed(7, at));
+        let mut replay = Replay::new(&bytes, 7);
+        assert_eq!(replay.by_ref().count(), 2);
+        assert!(replay.is_sealed());
+    }
+
+    #[test]
+    fn a_mark_behind_a_hole_is_found_and_tells_what_it_proves() {
+        let mut bytes = segment(5);
+        let at = to_u32(bytes.len());
+        SyncMark {
+            durable: 99,
+            trusted_ms: 1,
+        }
+        .encode(&mut bytes, seed(7, at));
+        bytes.resize(4096, 0);
+        bytes[70] ^= 1;
+        let mut replay = Replay::new(&bytes, 7);
+        assert_eq!(replay.by_ref().count(), 0);
+        assert_eq!(proven_behind(&bytes, 7, replay.end()), 99);
+    }
+
+    #[test]
+    fn arbitrary_bytes_end_the_replay_without_a_panic() {
+        for fill in [0xff, 0x80, 0x01] {
+            let bytes = vec![fill; 8192];
+            assert_eq!(Replay::new(&bytes, 7).count(), 0);
+            assert_eq!(proven_behind(&bytes, 7, 64), 0);
+        }
+    }
+}

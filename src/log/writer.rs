@@ -1,0 +1,141 @@
+//! Appends to the active segment. Lives under the append lock.
+//!
+//! The log image is the file up to `written` and the buffer behind it. A record is complete in
+//! the image before anything refers to it. When a write fails, everything behind `written` is
+//! taken back and its bytes are neutralised, so that no junk lies between valid records.
+
+use std::io;
+use std::sync::Arc;
+
+use crate::format::record::{Frame, Record, SyncMark, seed};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::{Malformed, to_u32, to_usize};
+use crate::log::segment::{ReadError, SegmentFile};
+use crate::position::Position;
+
+/// The end of the log.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    pub(crate) segment: Arc<SegmentFile>,
+    /// Everything below is in the file.
+    written: u32,
+    /// The bytes from `written` to the end of the log.
+    image: Vec<u8>,
+    /// Offset of the newest frame; 0 before this writer's first.
+    last: u32,
+}
+
+impl Writer {
+    /// Continues a segment at this offset; [`SEGMENT_HEADER_BYTES`] for an empty one.
+    pub(crate) fn new(segment: Arc<SegmentFile>, end: u32) -> Self {
+        debug_assert!(end >= to_u32(SEGMENT_HEADER_BYTES));
+        Writer {
+            segment,
+            written: end,
+            image: Vec::new(),
+            last: 0,
+        }
+    }
+
+    /// Returns the offset of the newest frame that this writer appended; 0 for none.
+    pub(crate) fn last_offset(&self) -> u32 {
+        self.last
+    }
+
+    pub(crate) fn end_offset(&self) -> u32 {
+        self.written + to_u32(self.image.len())
+    }
+
+    pub(crate) fn end(&self) -> Position {
+        Position::new(self.segment.id, self.end_offset())
+    }
+
+    pub(crate) fn written(&self) -> Position {
+        Position::new(self.segment.id, self.written)
+    }
+
+    pub(crate) fn has_unwritten(&self) -> bool {
+        !self.image.is_empty()
+    }
+
+    pub(crate) fn unwritten_bytes(&self) -> usize {
+        self.image.len()
+    }
+
+    /// Returns the bytes left in the segment.
+    pub(crate) fn room_bytes(&self) -> usize {
+        to_usize(self.segment.bytes.saturating_sub(self.end_offset()))
+    }
+
+    /// Appends a record to the image and returns its offset. The caller has checked the room.
+    pub(crate) fn append(&mut self, record: &Record<'_>) -> u32 {
+        self.append_with(|image, seed| record.encode(image, seed))
+    }
+
+    pub(crate) fn append_mark(&mut self, mark: SyncMark) -> u32 {
+        self.append_with(|image, seed| mark.encode(image, seed))
+    }
+
+    /// Appends whatever `encode` writes: one frame, given its checksum seed.
+    pub(crate) fn append_with(&mut self, encode: impl FnOnce(&mut Vec<u8>, u32)) -> u32 {
+        let offset = self.end_offset();
+        self.last = offset;
+        encode(&mut self.image, seed(self.segment.nonce, offset));
+        offset
+    }
+
+    /// Hands everything appended so far to the operating system.
+    ///
+    /// # Errors
+    /// What the system says; nothing of the image may be relied upon then: see
+    /// [`Writer::take_back`].
+    pub(crate) fn write_out(&mut self) -> io::Result<()> {
+        if self.image.is_empty() {
+            return Ok(());
+        }
+        self.segment
+            .file()?
+            .write_at(&self.image, u64::from(self.written))?;
+        self.written = self.end_offset();
+        self.image.clear();
+        Ok(())
+    }
+
+    /// Gives up everything that was not written out, and overwrites with zeros what a failed
+    /// write may have left of it.
+    ///
+    /// # Errors
+    /// What the system says: junk may be left in the file, nothing may be appended any more.
+    pub(crate) fn take_back(&mut self) -> io::Result<()> {
+        let mut zeros = vec![0; self.image.len()];
+        self.image.clear();
+        let at = u64::from(self.written);
+        let file = self.segment.file()?;
+        let Err(error) = file.write_at(&zeros, at) else {
+            return Ok(());
+        };
+        // On a full disk zeros do not fit into a hole either, but then nothing else did.
+        let got = file.read_at(&mut zeros, at)?;
+        let clean = zeros
+            .get(..got)
+            .is_some_and(|read| read.iter().all(|b| *b == 0));
+        if clean { Ok(()) } else { Err(error) }
+    }
+
+    /// Reads a record of the active segment that is still in memory; `None` if it is in the file.
+    pub(crate) fn read_image<T>(
+        &self,
+        offset: u32,
+        take: impl FnOnce(&Frame<'_>) -> Result<T, Malformed>,
+    ) -> Option<Result<T, ReadError>> {
+        let at = to_usize(offset.checked_sub(self.written)?);
+        let bytes = self.image.get(at..).unwrap_or_default();
+        let seed = seed(self.segment.nonce, offset);
+        let frame = Frame::verify(bytes, seed);
+        Some(
+            frame
+                .and_then(|frame| take(&frame))
+                .map_err(ReadError::Malformed),
+        )
+    }
+}

@@ -1,0 +1,581 @@
+//! Real files, through one directory descriptor.
+//!
+//! # Safety properties
+//! A. Every name is resolved relative to the directory descriptor and never through a symbolic
+//!    link, so that moving or replacing the directory's path cannot redirect a write.
+//! B. Only regular files that are ours, with one name, are opened: nothing planted in a hostile
+//!    directory can make the store block, or write to a file elsewhere.
+//! C. The lock is held on the file that has the lock's name, not on one that somebody removed.
+
+#[cfg(not(unix))]
+compile_error!("idemlog supports Unix systems only");
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::sync::Arc;
+
+use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::io::Errno;
+
+use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name};
+
+/// A note longer than this is cut when it is read: anything may be in the file.
+const NOTE_BYTES_MAX: usize = 256;
+
+/// How often [`Dir::lock`] starts again because the lock's file was replaced meanwhile.
+const LOCK_TRIES_MAX: usize = 8;
+
+/// A directory of real files.
+pub(crate) struct DiskDir {
+    fd: OwnedFd,
+}
+
+/// What the store has to know about the file system it lies on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(
+    not(target_os = "linux"),
+    expect(dead_code, reason = "only Linux can tell")
+)]
+pub(crate) enum FileSystem {
+    /// Nothing special, or unknown.
+    Local,
+    /// Writes inside a file take new blocks (btrfs, ZFS, bcachefs): reserved space is no promise.
+    CopyOnWrite,
+    /// A network file system, by name: locks and flushes are not what they seem.
+    Network(&'static str),
+}
+
+impl DiskDir {
+    /// Opens the directory `path`, making it (mode 0700, one level) if `create`.
+    ///
+    /// With `create` the parent is synced even if the directory exists: whoever made it may have
+    /// died before doing so.
+    pub(crate) fn open(path: &Path, create: bool) -> io::Result<DiskDir> {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let open = || retry(|| rustix::fs::open(path, flags, Mode::empty()));
+        let mut made = false;
+        let fd = match open() {
+            Err(Errno::NOENT) if create => {
+                match retry(|| rustix::fs::mkdir(path, Mode::RWXU)) {
+                    Ok(()) => made = true,
+                    Err(Errno::EXIST) => {}
+                    Err(error) => return Err(error.into()),
+                }
+                open()?
+            }
+            other => other?,
+        };
+        if create {
+            match retry(|| rustix::fs::openat(&fd, "..", flags, Mode::empty())) {
+                Ok(parent) => sync_dir(&parent)?,
+                Err(Errno::ACCESS) if !made => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(DiskDir { fd })
+    }
+
+    /// Returns the kind of file system that the directory lies on.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn filesystem(&self) -> io::Result<FileSystem> {
+        let stat = retry(|| rustix::fs::fstatfs(&self.fd))?;
+        // The field's width and sign differ by architecture; the magic numbers have 32 bits.
+        Ok(classify(stat.f_type as u64 & 0xffff_ffff))
+    }
+
+    /// Returns `Local`: other systems have no portable way to tell.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn filesystem(&self) -> io::Result<FileSystem> {
+        Ok(FileSystem::Local)
+    }
+
+    /// Opens and checks: upholds A and B.
+    fn open_file(&self, name: &str, access: Access) -> io::Result<fs::File> {
+        check_name(name)?;
+        // NONBLOCK: opening a FIFO must not wait for its other end. No effect on regular files.
+        let common = OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+        let flags = match access {
+            Access::Read => OFlags::RDONLY,
+            Access::Write => OFlags::RDWR,
+            Access::Create => OFlags::RDWR | OFlags::CREATE | OFlags::EXCL,
+        };
+        let mode = Mode::RUSR | Mode::WUSR;
+        let fd = retry(|| rustix::fs::openat(&self.fd, name, common | flags, mode)).map_err(
+            |errno| match errno {
+                Errno::LOOP => refused("symbolic link"),
+                // A directory opened for writing; a socket, or a device without a driver.
+                Errno::ISDIR | Errno::NXIO => refused("not a regular file"),
+                other => other.into(),
+            },
+        )?;
+        if access == Access::Create {
+            retry(|| rustix::fs::fchmod(&fd, mode))?;
+        }
+        let file = fs::File::from(fd);
+        let metadata = file.metadata()?;
+        if !metadata.is_file() {
+            return Err(refused("not a regular file"));
+        }
+        if metadata.nlink() > 1 {
+            return Err(refused("several hard links"));
+        }
+        if metadata.uid() != rustix::process::geteuid().as_raw() {
+            return Err(refused("foreign owner"));
+        }
+        Ok(file)
+    }
+
+    /// Opens the lock's file, making it if `create` and missing.
+    fn open_lock(&self, name: &str, create: bool) -> io::Result<fs::File> {
+        match self.open_file(name, Access::Write) {
+            Err(error) if create && error.kind() == io::ErrorKind::NotFound => {
+                self.open_file(name, Access::Create)
+            }
+            other => other,
+        }
+    }
+
+    /// Tells whether `file` is what `name` names at this moment.
+    fn is_named(&self, name: &str, file: &fs::File) -> io::Result<bool> {
+        let held = rustix::fs::fstat(file)?;
+        match retry(|| rustix::fs::statat(&self.fd, name, AtFlags::SYMLINK_NOFOLLOW)) {
+            Ok(named) => Ok(named.st_dev == held.st_dev && named.st_ino == held.st_ino),
+            Err(Errno::NOENT) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Dir for DiskDir {
+    fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn File>> {
+        Ok(Arc::new(DiskFile(self.open_file(name, access)?)))
+    }
+
+    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
+        check_name(from)?;
+        check_name(to)?;
+        Ok(retry(|| {
+            rustix::fs::renameat(&self.fd, from, &self.fd, to)
+        })?)
+    }
+
+    fn unlink(&self, name: &str) -> io::Result<()> {
+        check_name(name)?;
+        Ok(retry(|| {
+            rustix::fs::unlinkat(&self.fd, name, AtFlags::empty())
+        })?)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        sync_dir(&self.fd)
+    }
+
+    fn list(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in rustix::fs::Dir::read_from(&self.fd)? {
+            let entry = entry?;
+            // A name that is not UTF-8 is not one of ours: it is reported, never opened.
+            let name = entry.file_name().to_string_lossy();
+            if name != "." && name != ".." {
+                names.push(name.into_owned());
+            }
+        }
+        Ok(names)
+    }
+
+    fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt> {
+        for _ in 0..LOCK_TRIES_MAX {
+            let file = match self.open_lock(name, create) {
+                // Somebody else made it between our two attempts.
+                Err(error) if create && error.kind() == io::ErrorKind::AlreadyExists => continue,
+                other => other?,
+            };
+            match file.try_lock() {
+                Ok(()) => {}
+                Err(fs::TryLockError::WouldBlock) => return Ok(Err(read_note(&file)?)),
+                Err(fs::TryLockError::Error(error)) => return Err(error),
+            }
+            // Upholds C.
+            if self.is_named(name, &file)? {
+                write_note(&file, note)?;
+                return Ok(Ok(Box::new(DiskLock(file))));
+            }
+        }
+        Err(io::Error::other("lock file keeps being replaced"))
+    }
+}
+
+impl fmt::Debug for DiskDir {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("DiskDir").field(&self.fd).finish()
+    }
+}
+
+/// One open file.
+#[derive(Debug)]
+struct DiskFile(fs::File);
+
+impl File for DiskFile {
+    fn read_at(&self, mut buf: &mut [u8], mut offset: u64) -> io::Result<usize> {
+        let mut total = 0;
+        while !buf.is_empty() {
+            match self.0.read_at(buf, offset) {
+                Ok(0) => break,
+                Ok(got) => {
+                    total += got;
+                    offset += got as u64;
+                    buf = buf.get_mut(got..).unwrap_or_default();
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(total)
+    }
+
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
+        // Continues after short writes and EINTR.
+        self.0.write_all_at(buf, offset)
+    }
+
+    fn set_len(&self, bytes: u64) -> io::Result<()> {
+        self.0.set_len(bytes)
+    }
+
+    fn allocate(&self, bytes: u64) -> io::Result<()> {
+        reserve(&self.0, bytes)?;
+        if self.size()? == bytes {
+            Ok(())
+        } else {
+            self.0.set_len(bytes)
+        }
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        // fdatasync, which includes the size; F_FULLFSYNC on macOS; EINTR is retried.
+        self.0.sync_data()
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        Ok(self.0.metadata()?.len())
+    }
+
+    fn map(&self) -> io::Result<Map> {
+        Map::of_file(&self.0)
+    }
+}
+
+/// A held lock: dropping the descriptor releases it. The file stays, see property C.
+#[derive(Debug)]
+struct DiskLock(#[expect(dead_code, reason = "held for its drop")] fs::File);
+
+impl Lock for DiskLock {}
+
+/// Reserves blocks up to `bytes` where the file system can; the size may stay as it is.
+#[cfg(target_os = "linux")]
+fn reserve(file: &fs::File, bytes: u64) -> io::Result<()> {
+    let flags = rustix::fs::FallocateFlags::empty();
+    match retry(|| rustix::fs::fallocate(file, flags, 0, bytes)) {
+        Ok(()) | Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn reserve(_file: &fs::File, _bytes: u64) -> io::Result<()> {
+    Ok(())
+}
+
+fn sync_dir(fd: &OwnedFd) -> io::Result<()> {
+    #[cfg(target_vendor = "apple")]
+    let synced = retry(|| rustix::fs::fcntl_fullfsync(fd));
+    #[cfg(not(target_vendor = "apple"))]
+    let synced = retry(|| rustix::fs::fsync(fd));
+    match synced {
+        Ok(()) | Err(Errno::INVAL | Errno::NOTSUP) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
+    loop {
+        match call() {
+            Err(Errno::INTR) => {}
+            other => return other,
+        }
+    }
+}
+
+fn refused(what: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, what)
+}
+
+/// Reads the note of whoever holds the lock: bounded and printable, whatever the file contains.
+fn read_note(file: &fs::File) -> io::Result<String> {
+    let mut bytes = [0; NOTE_BYTES_MAX];
+    let got = loop {
+        match file.read_at(&mut bytes, 0) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            other => break other?,
+        }
+    };
+    let note = String::from_utf8_lossy(bytes.get(..got).unwrap_or_default());
+    Ok(note.chars().filter(|c| !c.is_control()).collect())
+}
+
+/// Writes the note. A full disk is no reason to refuse the lock: the note is then empty.
+fn write_note(file: &fs::File, note: &str) -> io::Result<()> {
+    file.set_len(0)?;
+    match file.write_all_at(note.as_bytes(), 0) {
+        Err(error) if crate::error::is_out_of_space(&error) => Ok(()),
+        other => other,
+    }
+}
+
+/// Classifies by the magic numbers of `linux/magic.h` and of the file systems' own sources.
+/// FUSE is local: most of it is, and what is not cannot be told apart.
+#[cfg(target_os = "linux")]
+fn classify(magic: u64) -> FileSystem {
+    match magic {
+        0x9123_683e | 0x2fc1_2fc1 | 0xca45_1a4e => FileSystem::CopyOnWrite,
+        0x6969 => FileSystem::Network("nfs"),
+        0x517b | 0xff53_4d42 | 0xfe53_4d42 => FileSystem::Network("smb"),
+        0x00c3_6400 => FileSystem::Network("ceph"),
+        0x5346_414f | 0x6b41_4653 => FileSystem::Network("afs"),
+        0x7375_7245 => FileSystem::Network("coda"),
+        0x0102_1997 => FileSystem::Network("9p"),
+        0x0bd0_0bd0 => FileSystem::Network("lustre"),
+        0x0116_1970 => FileSystem::Network("gfs2"),
+        0x7461_636f => FileSystem::Network("ocfs2"),
+        _ => FileSystem::Local,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::path::PathBuf;
+
+    fn scratch() -> (tempfile::TempDir, PathBuf, DiskDir) {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("store");
+        let dir = DiskDir::open(&path, true).unwrap();
+        (parent, path, dir)
+    }
+
+    fn mode_of(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().permissions().mode() & 0o7777
+    }
+
+    fn refusal(dir: &DiskDir, name: &str, access: Access) -> String {
+        let error = dir.open(name, access).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{error}");
+        error.to_string()
+    }
+
+    #[test]
+    fn a_directory_is_made_private_and_only_when_asked() {
+        let (parent, path, _dir) = scratch();
+        assert_eq!(mode_of(&path), 0o700);
+        DiskDir::open(&path, true).unwrap();
+        let missing = DiskDir::open(&parent.path().join("other"), false).unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+        let nested = DiskDir::open(&parent.path().join("other/store"), true).unwrap_err();
+        assert_eq!(nested.kind(), io::ErrorKind::NotFound);
+    }
+
+    #[test]
+    fn a_file_in_place_of_the_directory_is_refused() {
+        let (_parent, path, dir) = scratch();
+        dir.open("plain", Access::Create).unwrap();
+        let error = DiskDir::open(&path.join("plain"), true).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotADirectory);
+    }
+
+    #[test]
+    fn bytes_come_back_as_written() {
+        let (_parent, path, dir) = scratch();
+        let file = dir.open("a", Access::Create).unwrap();
+        file.write_at(b"hello", 3).unwrap();
+        file.sync().unwrap();
+        let mut buf = [9; 16];
+        assert_eq!(file.read_at(&mut buf, 1).unwrap(), 7);
+        assert_eq!(&buf[..7], b"\0\0hello");
+        file.set_len(4).unwrap();
+        assert_eq!(&*file.map().unwrap(), b"\0\0\0h");
+        assert_eq!(mode_of(&path.join("a")), 0o600);
+        assert_eq!(
+            dir.open("a", Access::Create).unwrap_err().kind(),
+            io::ErrorKind::AlreadyExists
+        );
+        assert_eq!(
+            dir.open("b", Access::Write).unwrap_err().kind(),
+            io::ErrorKind::NotFound
+        );
+        let read_only = dir.open("a", Access::Read).unwrap();
+        assert!(read_only.write_at(b"x", 0).is_err());
+    }
+
+    /// The umask belongs to the whole process: the test runs itself again as a child.
+    #[test]
+    fn new_files_are_readable_and_writable_whatever_the_umask() {
+        const CHILD: &str = "IDEMLOG_TEST_UMASK_CHILD";
+        if std::env::var_os(CHILD).is_none() {
+            let (_crate, module) = module_path!().split_once("::").unwrap();
+            let name = "new_files_are_readable_and_writable_whatever_the_umask";
+            let child = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", &format!("{module}::{name}")])
+                .env(CHILD, "1")
+                .output()
+                .unwrap();
+            let printed = String::from_utf8_lossy(&child.stdout);
+            assert!(
+                child.status.success() && printed.contains("1 passed"),
+                "{printed}"
+            );
+            return;
+        }
+        let (_parent, path, dir) = scratch();
+        for (umask, name) in [(0o777, "closed"), (0, "open")] {
+            rustix::process::umask(Mode::from_raw_mode(umask));
+            dir.open(name, Access::Create).unwrap();
+            assert_eq!(mode_of(&path.join(name)), 0o600);
+        }
+    }
+
+    #[test]
+    fn allocate_sets_the_size_both_ways_and_keeps_the_bytes() {
+        let (_parent, _path, dir) = scratch();
+        let file = dir.open("a", Access::Create).unwrap();
+        for (bytes, expected) in [(0, 0), (10_000, 10_000), (3, 3), (0, 0)] {
+            file.allocate(bytes).unwrap();
+            assert_eq!(file.size().unwrap(), expected);
+        }
+        file.write_at(b"abc", 0).unwrap();
+        file.allocate(5).unwrap();
+        assert_eq!(&*file.map().unwrap(), b"abc\0\0");
+    }
+
+    #[test]
+    fn names_are_renamed_removed_and_listed() {
+        let (_parent, _path, dir) = scratch();
+        for name in ["a", "b", "c"] {
+            dir.open(name, Access::Create).unwrap();
+        }
+        dir.rename("a", "b").unwrap();
+        dir.unlink("c").unwrap();
+        dir.sync().unwrap();
+        assert_eq!(dir.list().unwrap(), ["b"]);
+        assert_eq!(
+            dir.list().unwrap(),
+            ["b"],
+            "a second listing starts from the beginning"
+        );
+    }
+
+    #[test]
+    fn what_is_not_a_plain_file_of_ours_is_refused_without_hanging() {
+        let (_parent, path, dir) = scratch();
+        dir.open("real", Access::Create).unwrap();
+        symlink("real", path.join("link")).unwrap();
+        fs::create_dir(path.join("sub")).unwrap();
+        fs::hard_link(path.join("real"), path.join("twin")).unwrap();
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(&dir.fd, "fifo", fifo, Mode::RWXU, 0).unwrap();
+        let _socket = std::os::unix::net::UnixListener::bind(path.join("socket")).unwrap();
+        for access in [Access::Read, Access::Write] {
+            assert_eq!(refusal(&dir, "link", access), "symbolic link");
+            assert_eq!(refusal(&dir, "sub", access), "not a regular file");
+            assert_eq!(refusal(&dir, "fifo", access), "not a regular file");
+            assert_eq!(refusal(&dir, "socket", access), "not a regular file");
+            assert_eq!(refusal(&dir, "real", access), "several hard links");
+        }
+        let planted = dir.open("link", Access::Create).unwrap_err();
+        assert_eq!(planted.kind(), io::ErrorKind::AlreadyExists);
+    }
+
+    #[test]
+    fn a_foreign_owner_is_refused() {
+        let (_parent, path, dir) = scratch();
+        dir.open("a", Access::Create).unwrap();
+        // Only root can give files away; without that right there is nothing to show.
+        if std::os::unix::fs::chown(path.join("a"), Some(12_345), None).is_ok() {
+            assert_eq!(refusal(&dir, "a", Access::Read), "foreign owner");
+        }
+    }
+
+    #[test]
+    fn names_that_lead_out_of_the_directory_are_refused() {
+        let (_parent, _path, dir) = scratch();
+        for name in ["", ".", "..", "../x", "/etc/passwd", "a/b", "a\0b"] {
+            assert_eq!(refusal(&dir, name, Access::Create), "not a plain file name");
+            assert!(dir.rename(name, "x").is_err());
+            assert!(dir.rename("x", name).is_err());
+            assert!(dir.unlink(name).is_err());
+            assert!(dir.lock(name, true, "").is_err());
+        }
+    }
+
+    #[test]
+    fn one_opener_holds_the_lock_and_others_read_its_note() {
+        let (_parent, path, dir) = scratch();
+        let missing = dir.lock("LOCK", false, "").unwrap_err();
+        assert_eq!(missing.kind(), io::ErrorKind::NotFound);
+        let held = dir
+            .lock("LOCK", true, "a rather long first note")
+            .unwrap()
+            .unwrap();
+        let other = DiskDir::open(&path, false).unwrap();
+        let refused = other.lock("LOCK", true, "second").unwrap().unwrap_err();
+        assert_eq!(refused, "a rather long first note");
+        drop(held);
+        let _held = other.lock("LOCK", false, "second").unwrap().unwrap();
+        assert_eq!(
+            dir.lock("LOCK", true, "third").unwrap().unwrap_err(),
+            "second"
+        );
+    }
+
+    #[test]
+    fn a_note_is_bounded_and_printable_whatever_the_file_contains() {
+        let (_parent, _path, dir) = scratch();
+        let note = format!("\x1b[31m\n{}", "x".repeat(1000));
+        let _held = dir.lock("LOCK", true, &note).unwrap().unwrap();
+        let read = dir.lock("LOCK", true, "").unwrap().unwrap_err();
+        assert_eq!(read, format!("[31m{}", "x".repeat(NOTE_BYTES_MAX - 6)));
+    }
+
+    #[test]
+    fn a_lock_on_a_removed_file_does_not_count_as_the_lock() {
+        let (_parent, _path, dir) = scratch();
+        let _held = dir.lock("LOCK", true, "old").unwrap().unwrap();
+        let file = dir.open_lock("LOCK", false).unwrap();
+        assert!(dir.is_named("LOCK", &file).unwrap());
+        dir.unlink("LOCK").unwrap();
+        assert!(!dir.is_named("LOCK", &file).unwrap());
+        dir.open("LOCK", Access::Create).unwrap();
+        assert!(!dir.is_named("LOCK", &file).unwrap());
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn file_systems_are_told_apart() {
+        let (_parent, _path, dir) = scratch();
+        dir.filesystem().unwrap();
+        assert_eq!(classify(0xef53), FileSystem::Local);
+        assert_eq!(classify(0x6573_5546), FileSystem::Local);
+        assert_eq!(classify(0x9123_683e), FileSystem::CopyOnWrite);
+        assert_eq!(classify(0x6969), FileSystem::Network("nfs"));
+        // A 32-bit system reports SMB's number as a negative one.
+        let negative = i64::from(i32::from_le_bytes(0xfe53_4d42_u32.to_le_bytes()));
+        assert_eq!(
+            classify(negative.cast_unsigned() & 0xffff_ffff),
+            FileSystem::Network("smb")
+        );
+    }
+}

@@ -1,0 +1,162 @@
+//! The disk, behind two traits: everything the store does to files goes through here.
+//!
+//! Names are plain file names relative to one directory; there are no paths and no
+//! subdirectories. Three implementations: `disk` (real files), [`sim`] (a simulated disk that
+//! can lose power, tear writes and fail calls; also the home of in-memory stores), and read-only
+//! `map`s of sealed files for both.
+#![cfg_attr(
+    not(feature = "testing"),
+    allow(unreachable_pub, reason = "public for tests only")
+)]
+
+pub(crate) mod disk;
+pub(crate) mod map;
+#[cfg_attr(
+    not(feature = "testing"),
+    allow(dead_code, unused_imports, reason = "mostly for tests")
+)]
+pub mod sim;
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+pub use map::Map;
+
+/// How a file is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// An existing file, for reading only.
+    Read,
+    /// An existing file, for reading and writing.
+    Write,
+    /// A new file, for reading and writing; fails with `AlreadyExists` if the name is taken.
+    Create,
+}
+
+/// One directory: names of files, and what makes names durable.
+pub trait Dir: Send + Sync + fmt::Debug {
+    /// Opens a regular file; never follows a symbolic link. New files get mode 0600.
+    ///
+    /// # Errors
+    /// `NotFound`, `AlreadyExists`, `InvalidInput` for something that is not a regular file of
+    /// ours (a link, a FIFO, several hard links, a foreign owner), or what the system says.
+    fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn File>>;
+
+    /// Renames a file, replacing the target. Durable only after [`Dir::sync`].
+    ///
+    /// # Errors
+    /// What the system says.
+    fn rename(&self, from: &str, to: &str) -> io::Result<()>;
+
+    /// Removes a name. Durable only after [`Dir::sync`].
+    ///
+    /// # Errors
+    /// What the system says.
+    fn unlink(&self, name: &str) -> io::Result<()>;
+
+    /// Makes all creations, renames and removals so far durable.
+    ///
+    /// # Errors
+    /// What the system says; "not supported" and "invalid argument" are tolerated.
+    fn sync(&self) -> io::Result<()>;
+
+    /// Lists all names, in no particular order, without `.` and `..`.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn list(&self) -> io::Result<Vec<String>>;
+
+    /// Takes the exclusive lock on the file `name`, creating it if `create`, and writes `note`
+    /// into it (who holds it). `Ok(Err(note))` says that another opener holds it, and its note.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt>;
+}
+
+/// The answer to [`Dir::lock`]: the held lock, or the note of whoever holds it.
+pub type LockAttempt = std::result::Result<Box<dyn Lock>, String>;
+
+/// A held lock; released when dropped (and by the kernel when the process dies).
+pub trait Lock: Send + Sync + fmt::Debug {}
+
+/// One open regular file.
+pub trait File: Send + Sync + fmt::Debug {
+    /// Reads up to `buf.len()` bytes at `offset`; short only at the end of the file.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize>;
+
+    /// Writes all of `buf` at `offset`. After an error a prefix may have been written.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()>;
+
+    /// Sets the size without reserving blocks; new bytes read as zeros.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn set_len(&self, bytes: u64) -> io::Result<()>;
+
+    /// Sets the size and reserves blocks where the file system can, so that later writes inside
+    /// it do not run out of space; new bytes read as zeros.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn allocate(&self, bytes: u64) -> io::Result<()>;
+
+    /// Makes everything written so far, and the size, durable: a device flush.
+    ///
+    /// # Errors
+    /// What the system says. After an error nothing may be assumed of unsynced bytes.
+    fn sync(&self) -> io::Result<()>;
+
+    /// Returns the size in bytes.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn size(&self) -> io::Result<u64>;
+
+    /// Maps the whole file for reading. Only for files that nobody writes any more.
+    ///
+    /// # Errors
+    /// What the system says; `InvalidData` for an empty file.
+    fn map(&self) -> io::Result<Map>;
+}
+
+/// Reads the whole file, refusing one larger than `bytes_max`.
+pub(crate) fn read_all(file: &dyn File, bytes_max: u64) -> io::Result<Vec<u8>> {
+    let size = file.size()?;
+    let Some(len) = usize::try_from(size).ok().filter(|_| size <= bytes_max) else {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("file too large: bytes={size} bytes_max={bytes_max}"),
+        ));
+    };
+    let mut bytes = vec![0; len];
+    let got = file.read_at(&mut bytes, 0)?;
+    bytes.truncate(got);
+    Ok(bytes)
+}
+
+/// Refuses what is not a plain file name: anything that could lead out of the directory.
+fn check_name(name: &str) -> io::Result<()> {
+    if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a plain file name",
+        ));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+impl Map {
+    /// Wraps bytes of a test.
+    pub(crate) fn from_vec(bytes: Vec<u8>) -> Map {
+        Map::of_bytes(Arc::new(bytes)).unwrap()
+    }
+}
