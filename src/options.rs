@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::clock::{Clock, SystemClock};
 use crate::error::{Error, Result};
-use crate::key::OUTCOME_BYTES_MAX;
+use crate::key::{NamespaceKind, OUTCOME_BYTES_MAX};
 
 /// The default and largest useful segment size: 32 MiB.
 pub const SEGMENT_BYTES_DEFAULT: u32 = 32 * MIB;
@@ -416,7 +416,7 @@ impl NamespaceOptions {
         self
     }
 
-    pub(crate) fn validate(&self, segment_bytes: u32) -> Result<()> {
+    pub(crate) fn validate(&self, kind: NamespaceKind, segment_bytes: u32) -> Result<()> {
         if self.outcome_bytes_max > OUTCOME_BYTES_MAX {
             return Err(Error::invalid(format!(
                 "outcome_bytes_max over the limit: bytes={} bytes_max={OUTCOME_BYTES_MAX}",
@@ -424,7 +424,7 @@ impl NamespaceOptions {
             )));
         }
         let room = usize::try_from(segment_bytes / 4).unwrap_or(usize::MAX);
-        if self.outcome_bytes_max + 1024 > room {
+        if kind != NamespaceKind::Filter && self.outcome_bytes_max + 1024 > room {
             return Err(Error::invalid(format!(
                 "outcome_bytes_max needs segments of 4 times its size: outcome_bytes_max={} \
                  segment_bytes={segment_bytes}; raise segment_bytes or lower outcome_bytes_max",
@@ -466,11 +466,18 @@ mod tests {
         );
         assert!(Options::new().unsettled_count_max(0).validate().is_err());
         let big = NamespaceOptions::new().outcome_bytes_max(OUTCOME_BYTES_MAX + 1);
-        assert!(big.validate(SEGMENT_BYTES_DEFAULT).is_err());
-        assert!(NamespaceOptions::new().validate(4096).is_err());
+        assert!(
+            big.validate(NamespaceKind::Internal, SEGMENT_BYTES_DEFAULT)
+                .is_err()
+        );
         assert!(
             NamespaceOptions::new()
-                .validate(SEGMENT_BYTES_DEFAULT)
+                .validate(NamespaceKind::Internal, 4096)
+                .is_err()
+        );
+        assert!(
+            NamespaceOptions::new()
+                .validate(NamespaceKind::Internal, SEGMENT_BYTES_DEFAULT)
                 .is_ok()
         );
     }

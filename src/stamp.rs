@@ -48,7 +48,10 @@ pub(crate) const GENERATIONS_RESERVED: u64 = 16;
 
 /// Returns the first generation an open may use: above everything reserved before.
 pub(crate) fn next_generation(reserved: u64, wall_ms: u64) -> u64 {
-    (reserved + 1).max(wall_ms).min(GENERATION_MAX)
+    reserved
+        .saturating_add(1)
+        .max(wall_ms)
+        .min(GENERATION_MAX - GENERATIONS_RESERVED)
 }
 
 /// Assigns stamps in order. Lives under the append lock.

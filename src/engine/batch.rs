@@ -114,6 +114,7 @@ impl Filter {
             core.check_namespace(&self.space)?;
             match self.observe_one(&mut core, wanted, &located, &now, asked) {
                 One::Again => {}
+                One::Refused(error) => return Err(error),
                 One::NoRoom(room) => {
                     drop(core);
                     engine.make_room(room)?;
@@ -185,6 +186,7 @@ impl Filter {
                     match self.observe_one(&mut core, *wanted, located, &now, asked) {
                         // A repeat inside the batch is found in the next pass.
                         One::Again => {}
+                        One::Refused(error) => *answer = Some(Err(error)),
                         One::NoRoom(room) => {
                             no_room = Some(room);
                             break;
@@ -327,6 +329,10 @@ impl Filter {
         record.parts.inherit_s = core.inherit(older, now.trusted_ms);
         let frame_bytes = record.frame_bytes();
         // Forgotten and sliding keys are not new to the store, but they are to its bound.
+        let engine = &self.handle.engine;
+        if let Err(error) = engine.check_frame(frame_bytes) {
+            return One::Refused(error);
+        }
         let room = Room {
             frame_bytes,
             need: Need::New { owed_bytes: 0 },
@@ -334,7 +340,6 @@ impl Filter {
         if !core.has_room(room) {
             return One::NoRoom(room);
         }
-        let engine = &self.handle.engine;
         let Appended { position, failures } = engine.append(core, &record, wanted.h, older, None);
         let rests = Rests {
             end: position.after(),
@@ -362,6 +367,8 @@ enum One {
     },
     Again,
     NoRoom(Room),
+    /// No segment could hold the record.
+    Refused(Error),
 }
 
 fn is_remembered(older: &Older, now: &Now) -> bool {

@@ -96,7 +96,11 @@ impl Catalog {
     }
 
     /// Makes the ballast if it is missing. Failure is of no consequence: the disk is full now.
+    /// A store of one segment needs none.
     pub(crate) fn keep_reserve(&self) {
+        if self.manifest.segments.len() < 2 {
+            return;
+        }
         let name = FileName::Reserve.to_string();
         if let Ok(file) = self.dir.open(&name, Access::Create)
             && file.allocate(RESERVE_BYTES).is_err()

@@ -47,6 +47,7 @@ impl Handle {
                 thread.join().unwrap_or_default();
             }
         }
+        self.engine.deliver_events();
         self.engine.unlock_if_over();
         closed
     }

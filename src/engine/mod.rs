@@ -176,7 +176,7 @@ impl Engine {
     }
 
     /// Calls the callback with everything that happened, with no lock held.
-    fn deliver_events(&self) {
+    pub(crate) fn deliver_events(&self) {
         let Some(callback) = &self.options.on_event else {
             return;
         };

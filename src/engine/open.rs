@@ -102,8 +102,8 @@ fn look_before_lock(dir: &dyn Dir, shown: &str, create: bool) -> Result<()> {
     let names = dir
         .list()
         .map_err(|e| Error::io("listing the directory failed", e).in_file(shown))?;
-    let has = |wanted: FileName| names.iter().any(|n| *n == wanted.to_string());
-    if has(FileName::Manifest) {
+    // Read before the lock is taken: what is not a store of this format gets no file.
+    if read_manifest(dir)?.is_some() {
         return Ok(());
     }
     if let Some(foreign) = names.iter().find(|name| FileName::parse(name).is_none()) {
@@ -240,13 +240,9 @@ fn refuse_records(dir: &dyn Dir, name: &str, dropped: &BTreeSet<u64>) -> Result<
     Ok(())
 }
 
-/// Removes what interrupted work left behind: temporaries, unlisted runs, filters and hints, and
+/// Finds what interrupted work left behind: temporaries, unlisted runs, filters and hints, and
 /// segments that never held a record or whose drop is declared (C).
-pub(super) fn remove_orphans(
-    dir: &dyn Dir,
-    manifest: &Manifest,
-    report: &mut OpenReport,
-) -> Result<()> {
+pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<String>> {
     let listed: BTreeSet<u64> = manifest.segments.iter().map(|s| s.id).collect();
     let open: BTreeSet<u64> = manifest
         .segments
@@ -255,6 +251,7 @@ pub(super) fn remove_orphans(
         .map(|s| s.id)
         .collect();
     let dropped: BTreeSet<u64> = manifest.dropped.iter().copied().collect();
+    let mut orphans = Vec::new();
     let names = dir
         .list()
         .map_err(|e| Error::io("listing the directory failed", e))?;
@@ -274,10 +271,16 @@ pub(super) fn remove_orphans(
             }
         };
         if is_orphan {
-            remove_if_there(dir, &name)
-                .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
-            report.orphans_count += 1;
+            orphans.push(name);
         }
+    }
+    Ok(orphans)
+}
+
+pub(super) fn remove_orphans(dir: &dyn Dir, orphans: &[String]) -> Result<()> {
+    for name in orphans {
+        remove_if_there(dir, name)
+            .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
     }
     Ok(())
 }
@@ -305,7 +308,8 @@ pub(super) fn open_segment(
     })?;
     let failed = |e| Error::io("reading a segment failed", e).in_file(name.clone());
     let size = file.size().map_err(failed)?;
-    if size != u64::from(entry.bytes) {
+    // The end of an unsealed file is the log's to find: a shorter one reads as zeros behind it.
+    if entry.sealed.is_some() && size != u64::from(entry.bytes) {
         return Err(Error::damaged(
             name.clone(),
             size,

@@ -9,7 +9,7 @@
 //!    replaces it is durable, and no file with records is removed unless the manifest says so.
 //! D. A damaged or foreign directory is never replaced by a fresh store.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, RwLock, Weak};
 
@@ -20,12 +20,12 @@ use super::core::{
     Core, Frozen, KnownNamespace, Part, Sealed, Tally, UnsettledEntry, View, to_seconds,
 };
 use super::hint::read_hint;
-use super::open::{open_segment, remove_orphans};
+use super::open::{find_orphans, open_segment, remove_orphans};
 use super::poison::Poison;
 use super::seal::install_run;
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::manifest::{Manifest, RunEntry};
+use crate::format::manifest::{Manifest, RunEntry, SealedEntry};
 use crate::format::names::FileName;
 use crate::format::record::{Frame, Record, footer_bytes, seed};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
@@ -42,7 +42,7 @@ use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, Stamps, next_generation};
 use crate::stats::{Counters, OpenReport};
-use crate::vfs::{Access, Dir, Lock, read_all};
+use crate::vfs::{Access, Dir, Lock};
 
 /// One segment read back into a table.
 #[derive(Debug)]
@@ -157,15 +157,26 @@ impl Replayed {
     }
 }
 
-/// What recovery has gathered before the engine exists.
+/// What recovery has read before it writes anything.
 struct Gathered {
-    view: View,
-    /// Unsealed segments that were full, oldest first; all but the last are sealed during open.
+    /// Unsealed segments that were full, oldest first.
     frozen: Vec<(Arc<SegmentFile>, Replayed)>,
     active: (Arc<SegmentFile>, Replayed),
     next: Vec<Arc<SegmentFile>>,
-    runs: Vec<RunEntry>,
+    sealed: Vec<SealedSegment>,
+    /// Unsettled records that the footers of sealed segments list.
+    unsettled: Vec<(Position, u16, Vec<u8>)>,
+    proven: Position,
     trusted_ms: u64,
+    orphans: Vec<String>,
+}
+
+/// A sealed segment with its run, if that is there and whole.
+struct SealedSegment {
+    sealed: Arc<Sealed>,
+    run: Option<(Run, RunEntry)>,
+    /// Generation of the run that is built if there is none.
+    generation: u32,
 }
 
 pub(super) fn recover(
@@ -178,30 +189,10 @@ pub(super) fn recover(
 ) -> Result<Arc<Engine>> {
     let hash = KeyHash::new(&manifest.hash_key, manifest.store);
     report.clean = manifest.closed_at.is_some();
-    remove_orphans(dir.as_ref(), &manifest, &mut report)?;
-    let mut opened = BTreeMap::new();
-    for entry in &manifest.segments {
-        opened.insert(
-            entry.id,
-            open_segment(dir.as_ref(), &manifest, entry, hash.id())?,
-        );
-    }
-    let mut gathered = replay_unsealed(
-        dir.as_ref(),
-        &manifest,
-        &opened,
-        &hash,
-        &options,
-        &mut report,
-    )?;
-    open_sealed(
-        dir.as_ref(),
-        &manifest,
-        &opened,
-        &hash,
-        &mut gathered,
-        &mut report,
-    )?;
+    // Everything is read and judged first: an open that is refused leaves all files as they were.
+    let gathered = gather(dir.as_ref(), &manifest, &hash, &options, &mut report)?;
+    remove_orphans(dir.as_ref(), &gathered.orphans)?;
+    settle_log(&gathered, &mut report)?;
 
     let wall_jump_ms = u64::try_from(options.wall_jump_max.as_millis()).unwrap_or(u64::MAX);
     let time = TrustedTime::resume(options.clock.as_ref(), Some(manifest.anchor), wall_jump_ms);
@@ -242,6 +233,29 @@ pub(super) fn recover(
     Ok(Arc::new(engine))
 }
 
+/// Reads and judges everything, and writes nothing.
+fn gather(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    hash: &KeyHash,
+    options: &Options,
+    report: &mut OpenReport,
+) -> Result<Gathered> {
+    let orphans = find_orphans(dir, manifest)?;
+    report.orphans_count = orphans.len() as u64;
+    let mut opened = BTreeMap::new();
+    for entry in &manifest.segments {
+        opened.insert(entry.id, open_segment(dir, manifest, entry, hash.id())?);
+    }
+    let mut gathered = replay_unsealed(dir, manifest, &opened, hash, options, report)?;
+    gathered.orphans = orphans;
+    gathered.sealed = open_sealed(dir, manifest, &opened, hash)?;
+    for segment in &gathered.sealed {
+        gathered.unsettled.extend(footer_records(&segment.sealed)?);
+    }
+    Ok(gathered)
+}
+
 struct Parts {
     dir: Arc<dyn Dir>,
     lock: Box<dyn Lock>,
@@ -260,13 +274,22 @@ struct Parts {
 
 fn build_engine(parts: Parts) -> Result<Engine> {
     let Gathered {
-        view,
         frozen,
         active,
         next,
-        runs,
+        sealed,
+        unsettled: listed,
         ..
     } = parts.gathered;
+    let mut report = parts.report;
+    let (view, runs) = install_sealed(
+        parts.dir.as_ref(),
+        &parts.manifest,
+        sealed,
+        &parts.hash,
+        &parts.options,
+        &mut report,
+    )?;
     let (segment, replayed) = active;
     let unsettled: Vec<(Position, u16)> = replayed
         .unsettled
@@ -281,13 +304,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
     core.namespaces = parts.namespaces;
     let mut catalog = Catalog::new(Arc::clone(&parts.dir), parts.manifest);
     let anchor = parts.time.anchor(parts.options.clock.as_ref(), 0, false);
-    if !catalog.manifest().dropped.is_empty() {
-        // Their unlinking must be durable before the manifest forgets them.
-        parts
-            .dir
-            .sync()
-            .map_err(|e| Error::io("syncing the directory failed", e))?;
-    }
+    sync_drops(parts.dir.as_ref(), catalog.manifest())?;
     // The first durable step of this opener: from here on an older stamp is never issued.
     catalog.edit(|manifest| {
         manifest.anchor = anchor;
@@ -318,14 +335,23 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         events: Mutex::default(),
         background_error: RwLock::new(None),
         background: Signals::default(),
-        report: parts.report,
+        report,
     };
     engine.core().view = Arc::new(view);
     engine.seal_all_recovered(frozen)?;
-    engine.gather_unsettled(unsettled)?;
+    engine.gather_unsettled(listed, unsettled)?;
     let unsettled_count = engine.core().unsettled.len() as u64;
     engine.report.unsettled_count = unsettled_count;
     Ok(engine)
+}
+
+/// Makes the unlinking of dropped segments durable, before the manifest forgets them.
+fn sync_drops(dir: &dyn Dir, manifest: &Manifest) -> Result<()> {
+    if manifest.dropped.is_empty() {
+        return Ok(());
+    }
+    dir.sync()
+        .map_err(|e| Error::io("syncing the directory failed", e))
 }
 
 impl Engine {
@@ -369,27 +395,37 @@ impl Engine {
         self.seal_frozen()
     }
 
-    /// Fills the unsettled table from the footers of sealed segments and from the active one,
-    /// keeping what is still its key's newest record.
-    fn gather_unsettled(&self, active: Vec<(Position, u16)>) -> Result<()> {
-        let view = self.core().view.clone();
+    /// Fills the unsettled table from what the footers of sealed segments list, as far as that is
+    /// still its key's newest record, and from the active segment.
+    fn gather_unsettled(
+        &self,
+        listed: Vec<(Position, u16, Vec<u8>)>,
+        active: Vec<(Position, u16)>,
+    ) -> Result<()> {
         let mut found = Vec::new();
+        // Segments that this open has sealed list theirs too; those before it were read already.
+        let mut listed = listed;
+        let known: BTreeSet<u64> = listed.iter().map(|(at, _, _)| at.get()).collect();
+        let view = self.core().view.clone();
         for sealed in view.sealed.values() {
-            for offset in footer_offsets(sealed)? {
-                let segment = &sealed.segment;
-                let (namespace, key) = segment
-                    .read(offset, |f| {
-                        f.record().map(|r| (r.namespace, r.key.to_vec()))
-                    })
-                    .map_err(|e| super::lookup::read_error(e, segment, offset))?;
-                let located = self.locate(self.wanted(namespace, &key), |_| ())?;
-                let position = Position::new(segment.id, offset);
-                if located
-                    .hit
-                    .is_some_and(|hit| hit.older.position == position)
-                {
-                    found.push((position, namespace));
+            let records = footer_records(sealed)?;
+            listed.extend(records.into_iter().filter(|r| !known.contains(&r.0.get())));
+        }
+        for (position, namespace, key) in listed {
+            let wanted = self.wanted(namespace, &key);
+            let located = match self.locate(wanted, |_| ()) {
+                // A page of a run has gone bad: built again, it answers.
+                Err(error) if error.kind() == ErrorKind::Damaged => {
+                    self.rebuild_damaged()?;
+                    self.locate(wanted, |_| ())?
                 }
+                located => located?,
+            };
+            if located
+                .hit
+                .is_some_and(|hit| hit.older.position == position)
+            {
+                found.push((position, namespace));
             }
         }
         let mut core = self.core();
@@ -416,6 +452,22 @@ impl Engine {
     }
 }
 
+/// Reads the unsettled records that a segment's footer lists: position, namespace, key.
+fn footer_records(sealed: &Sealed) -> Result<Vec<(Position, u16, Vec<u8>)>> {
+    let segment = &sealed.segment;
+    let mut records = Vec::new();
+    for offset in footer_offsets(sealed)? {
+        let (namespace, key) = segment
+            .read(offset, |frame| {
+                let record = frame.record()?;
+                Ok((record.namespace, record.key.to_vec()))
+            })
+            .map_err(|e| super::lookup::read_error(e, segment, offset))?;
+        records.push((Position::new(segment.id, offset), namespace, key));
+    }
+    Ok(records)
+}
+
 /// Reads the list of unsettled offsets in front of a segment's seal.
 fn footer_offsets(sealed: &Sealed) -> Result<Vec<u32>> {
     let count = sealed.entry.unsettled_count;
@@ -435,8 +487,7 @@ fn footer_offsets(sealed: &Sealed) -> Result<Vec<u32>> {
     Ok(offsets)
 }
 
-/// Replays the unsealed segments in order, finds the end of the log, and makes sure that the
-/// disk holds exactly that (A, B).
+/// Replays the unsealed segments in order and finds the end of the log (B).
 fn replay_unsealed(
     dir: &dyn Dir,
     manifest: &Manifest,
@@ -488,35 +539,45 @@ fn replay_unsealed(
     };
     let proven = Position::from_u64(proven);
     check_end(&active, &replayed, proven)?;
-    for (segment, replayed) in &parts {
-        report.dropped_bytes += settle_segment(segment, replayed.end, proven)?;
-    }
-    report.dropped_bytes += settle_segment(&active, replayed.end, proven)?;
     let next: Vec<Arc<SegmentFile>> = unsealed
         .iter()
         .skip(parts.len() + 1)
-        .map(|s| Arc::clone(s))
+        .map(|segment| Arc::clone(segment))
         .collect();
-    for segment in &next {
-        report.dropped_bytes += settle_segment(segment, to_u32(SEGMENT_HEADER_BYTES), proven)?;
-    }
     let trusted_ms = parts.iter().map(|(_, r)| r.trusted_ms).max().unwrap_or(0);
     Ok(Gathered {
-        view: View::default(),
         trusted_ms: trusted_ms.max(replayed.trusted_ms),
         frozen: parts,
         active: (active, replayed),
         next,
-        runs: Vec::new(),
+        sealed: Vec::new(),
+        unsettled: Vec::new(),
+        proven,
+        orphans: Vec::new(),
     })
 }
 
-/// Reads a whole segment: one at a time is in memory.
+/// Makes sure that the disk holds exactly the log that was found (A, B).
+fn settle_log(gathered: &Gathered, report: &mut OpenReport) -> Result<()> {
+    let proven = gathered.proven;
+    for (segment, replayed) in gathered.frozen.iter().chain([&gathered.active]) {
+        report.dropped_bytes += settle_segment(segment, replayed.end, proven)?;
+    }
+    for segment in &gathered.next {
+        report.dropped_bytes += settle_segment(segment, to_u32(SEGMENT_HEADER_BYTES), proven)?;
+    }
+    Ok(())
+}
+
+/// Reads a whole segment: one at a time is in memory. Bytes that a shorter file lacks are zeros,
+/// those that a longer one has are nobody's.
 fn read_image(segment: &SegmentFile) -> Result<Vec<u8>> {
+    let mut image = vec![0; to_usize(segment.bytes)];
     segment
         .file()
-        .and_then(|file| read_all(file.as_ref(), u64::from(segment.bytes)))
-        .map_err(|e| Error::io("reading a segment failed", e).in_file(segment.name()))
+        .and_then(|file| file.read_at(&mut image, 0))
+        .map_err(|e| Error::io("reading a segment failed", e).in_file(segment.name()))?;
+    Ok(image)
 }
 
 /// Tells an unfinished tail from damage (B).
@@ -542,6 +603,9 @@ fn settle_segment(segment: &SegmentFile, valid: u32, proven: Position) -> Result
     let image = read_image(segment)?;
     let failed = |e| Error::io("rewriting the end of the log failed", e).in_file(segment.name());
     let file = segment.file().map_err(failed)?;
+    if file.size().map_err(failed)? != u64::from(segment.bytes) {
+        file.set_len(u64::from(segment.bytes)).map_err(failed)?;
+    }
     let (prefix, behind) = image
         .split_at_checked(to_usize(valid))
         .unwrap_or((&image, &[]));
@@ -567,49 +631,98 @@ fn settle_segment(segment: &SegmentFile, valid: u32, proven: Position) -> Result
     Ok(if segment.recycled { 0 } else { junk as u64 })
 }
 
-/// Opens the runs of all sealed segments; a missing or invalid one is built again.
+/// Opens all sealed segments and their runs. A segment without a whole run is read once: what
+/// its index is to be built from must be what was sealed.
 fn open_sealed(
     dir: &dyn Dir,
     manifest: &Manifest,
     opened: &BTreeMap<u64, Arc<SegmentFile>>,
     hash: &KeyHash,
-    gathered: &mut Gathered,
-    report: &mut OpenReport,
-) -> Result<()> {
+) -> Result<Vec<SealedSegment>> {
+    let mut all = Vec::new();
     for entry in &manifest.segments {
         let (Some(sealed), Some(segment)) = (entry.sealed, opened.get(&entry.id)) else {
             continue;
         };
-        segment
-            .freeze()
+        let segment = segment
+            .sealed(dir)
             .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
         let listed = manifest
             .runs
             .iter()
             .find(|r| r.lo == entry.id && r.hi == entry.id);
-        let (run, run_entry) = match listed.and_then(|r| open_run(dir, manifest, r, hash)) {
-            Some(opened) => opened,
+        let run = listed.and_then(|r| open_run(dir, manifest, r, hash));
+        if run.is_none() {
+            check_sealed(&segment, &sealed)?;
+        }
+        all.push(SealedSegment {
+            sealed: Arc::new(Sealed {
+                segment: Arc::new(segment),
+                entry: sealed,
+                former: Weak::new(),
+            }),
+            run,
+            generation: listed.map_or(0, |r| r.generation.wrapping_add(1)),
+        });
+    }
+    Ok(all)
+}
+
+/// Compares a sealed segment with the checksum taken when it was sealed.
+pub(super) fn check_sealed(segment: &SegmentFile, sealed: &SealedEntry) -> Result<()> {
+    let map = segment
+        .freeze()
+        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+    let bytes = map.get(..to_usize(sealed.end)).unwrap_or_default();
+    if crc32fast::hash(bytes) == sealed.crc {
+        return Ok(());
+    }
+    Err(Error::damaged(
+        segment.name(),
+        0,
+        "sealed segment is damaged and so is its index; nothing was changed; see \
+         docs/operations.md",
+    ))
+}
+
+/// Makes the view of all sealed segments; missing runs are built.
+fn install_sealed(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    all: Vec<SealedSegment>,
+    hash: &KeyHash,
+    options: &Options,
+    report: &mut OpenReport,
+) -> Result<(View, Vec<RunEntry>)> {
+    let mut view = View::default();
+    let mut runs = Vec::new();
+    let total: u64 = all.iter().map(|s| u64::from(s.sealed.segment.bytes)).sum();
+    let mut done = 0;
+    for segment in all {
+        let sealed = segment.sealed;
+        let (run, entry) = match segment.run {
+            Some(whole) => whole,
             None => {
                 report.rebuilt_runs_count += 1;
-                let generation = listed.map_or(0, |r| r.generation + 1);
-                rebuild_run(dir, manifest, segment, sealed.end, generation, hash)?
+                if let Some(progress) = &options.on_progress {
+                    progress(done, total);
+                }
+                let (file, end) = (&sealed.segment, sealed.entry.end);
+                rebuild_run(dir, manifest, file, end, segment.generation, hash)?
             }
         };
-        gathered.runs.push(run_entry);
-        let part = Arc::new(Part {
-            run,
-            damaged: AtomicBool::new(false),
-        });
-        gathered.view.parts.insert(0, part);
-        let segment = Arc::clone(segment);
-        let sealed = Arc::new(Sealed {
-            segment,
-            entry: sealed,
-            former: Weak::new(),
-        });
-        gathered.view.sealed.insert(entry.id, sealed);
+        done += u64::from(sealed.segment.bytes);
+        runs.push(entry);
+        view.parts.insert(
+            0,
+            Arc::new(Part {
+                run,
+                damaged: AtomicBool::new(false),
+            }),
+        );
+        view.sealed.insert(sealed.segment.id, sealed);
     }
-    Ok(())
+    Ok((view, runs))
 }
 
 /// Opens a listed run; `None` if it is missing, damaged, or about something else.

@@ -35,7 +35,13 @@ const ROUNDS_MAX: usize = 64;
 impl Engine {
     /// Makes sure that a record fits.
     pub(crate) fn make_room(&self, room: Room) -> Result<()> {
-        let frame_bytes = room.frame_bytes;
+        self.check_frame(room.frame_bytes)?;
+        self.counters.stalls.add(1);
+        self.make_room_held(&mut self.maintenance(), room)
+    }
+
+    /// Refuses a record that no segment could hold.
+    pub(crate) fn check_frame(&self, frame_bytes: usize) -> Result<()> {
         let segment_bytes = to_usize(self.options.segment_bytes);
         if frame_bytes > FRAME_BYTES_MAX || frame_bytes + OVERHEAD_BYTES > segment_bytes {
             return Err(Error::invalid(format!(
@@ -43,8 +49,7 @@ impl Engine {
                  segment_bytes={segment_bytes}; shorten key or outcome, or raise segment_bytes"
             )));
         }
-        self.counters.stalls.add(1);
-        self.make_room_held(&mut self.maintenance(), room)
+        Ok(())
     }
 
     /// The same for a caller that holds the maintenance lock.

@@ -21,6 +21,7 @@ impl Engine {
         let now = self.now();
         let core = self.core();
         check_open(&core)?;
+        core.check_namespace(space)?;
         let env = self.env(
             &core,
             space,
@@ -65,7 +66,7 @@ impl Engine {
         options: NamespaceOptions,
     ) -> Result<Space> {
         check_namespace(name)?;
-        options.validate(self.options.segment_bytes)?;
+        options.validate(kind, self.options.segment_bytes)?;
         let _one_at_a_time = self.maintenance();
         let known = {
             let core = self.core();

@@ -324,13 +324,14 @@ impl Engine {
     }
 
     /// Rebuilds runs that have shown damage, from their segments.
-    fn rebuild_damaged(&self) -> Result<()> {
+    pub(crate) fn rebuild_damaged(&self) -> Result<()> {
         let view = self.core().view.clone();
         for part in view.parts.iter().filter(|part| part.is_damaged()) {
             let (lo, generation) = (part.run.header.lo, part.run.header.generation);
             let Some(sealed) = view.sealed.get(&lo) else {
                 continue;
             };
+            super::recovery::check_sealed(&sealed.segment, &sealed.entry)?;
             let (entries, superseded) = self.entries_of(&sealed.segment, sealed.entry.end)?;
             let run = self.write_run(&sealed.segment, &entries, superseded, generation + 1)?;
             self.edit_manifest(|manifest| {

@@ -141,9 +141,8 @@ impl Engine {
         }
         core.check_namespace(space)?;
         let hit = located.hit.as_ref();
-        let entry = hit
-            .map(|hit| &hit.taken)
-            .filter(|entry| is_alive(entry, &now));
+        let taken = hit.map(|hit| &hit.taken);
+        let entry = taken.filter(|entry| is_alive(entry, &now));
         let env = self.env(core, space, hit, now, retention);
         let (mut write, answer) = match decide(entry, &env) {
             Step::Write(write, answer) => (write, answer),
@@ -182,6 +181,7 @@ impl Engine {
         let mut record = write.entry.to_record(space.id, wanted.key);
         record.parts.inherit_s = core.inherit(older, now.trusted_ms);
         let frame_bytes = record.frame_bytes();
+        self.check_frame(frame_bytes)?;
         let need = if write.is_claim {
             Need::New { owed_bytes }
         } else {

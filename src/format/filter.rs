@@ -33,6 +33,8 @@ pub(crate) struct FilterHeader {
     pub(crate) blocks_count: u32,
     pub(crate) generation: u32,
     pub(crate) body_crc: u32,
+    /// Checksum of the header page of the run that the filter is about.
+    pub(crate) run_crc: u32,
 }
 
 impl FilterHeader {
@@ -47,7 +49,7 @@ impl FilterHeader {
         out.put_u64(self.keys_count);
         out.put_u32(self.blocks_count);
         out.put_u32(self.body_crc);
-        out.put_u32(0);
+        out.put_u32(self.run_crc);
         put_crc_at_end(&mut out);
         out
     }
@@ -67,7 +69,7 @@ impl FilterHeader {
         let keys_count = r.u64()?;
         let blocks_count = r.u32()?;
         let body_crc = r.u32()?;
-        r.zeros(4)?;
+        let run_crc = r.u32()?;
         Ok(FilterHeader {
             store,
             hash_key_id,
@@ -75,6 +77,7 @@ impl FilterHeader {
             blocks_count,
             generation,
             body_crc,
+            run_crc,
         })
     }
 }
@@ -93,14 +96,25 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(FilterHeader, &[u8]), Malformed> {
     Ok((header, body))
 }
 
+/// What a filter is about.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FilterPlan {
+    pub(crate) store: StoreId,
+    pub(crate) hash_key_id: u64,
+    pub(crate) generation: u32,
+    pub(crate) keys_count: u64,
+    pub(crate) run_crc: u32,
+}
+
 /// Builds a whole filter file over these hashes.
-pub(crate) fn encode(
-    store: StoreId,
-    hash_key_id: u64,
-    generation: u32,
-    keys_count: u64,
-    hashes: impl Iterator<Item = u64>,
-) -> Vec<u8> {
+pub(crate) fn encode(plan: &FilterPlan, hashes: impl Iterator<Item = u64>) -> Vec<u8> {
+    let FilterPlan {
+        store,
+        hash_key_id,
+        generation,
+        keys_count,
+        run_crc,
+    } = *plan;
     let blocks = (keys_count * BITS_PER_KEY)
         .div_ceil(BLOCK_BYTES as u64 * 8)
         .max(1);
@@ -126,6 +140,7 @@ pub(crate) fn encode(
         blocks_count,
         generation,
         body_crc,
+        run_crc,
     };
     let mut out = header.encode();
     out.put(&body);
@@ -169,6 +184,16 @@ mod tests {
     use super::*;
     use crate::format::run::HASH_BITS;
 
+    fn plan(keys_count: u64) -> FilterPlan {
+        FilterPlan {
+            store: [1; 16],
+            hash_key_id: 2,
+            generation: 3,
+            keys_count,
+            run_crc: 4,
+        }
+    }
+
     fn hashes(count: u64, start: u64) -> impl Iterator<Item = u64> {
         (start..start + count).map(|n| {
             (n + 1).wrapping_mul(0xd134_2543_de82_ef95).rotate_left(17) >> (64 - HASH_BITS)
@@ -177,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_filter_excludes_no_key_it_holds_and_almost_all_others() {
-        let bytes = encode([1; 16], 2, 3, 10_000, hashes(10_000, 0));
+        let bytes = encode(&plan(10_000), hashes(10_000, 0));
         let (header, body) = decode(&bytes).unwrap();
         assert_eq!(
             (header.keys_count, header.hash_key_id, header.generation),
@@ -192,7 +217,7 @@ mod tests {
 
     #[test]
     fn every_changed_bit_is_noticed() {
-        let bytes = encode([1; 16], 2, 3, 20, hashes(20, 0));
+        let bytes = encode(&plan(20), hashes(20, 0));
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);

@@ -6,11 +6,15 @@ use super::le::{Put, Reader, check_crc_at_end, put_crc_at_end};
 use super::{FORMAT, Malformed, StoreId, to_u32, to_usize};
 use crate::clock::Anchor;
 use crate::key::NamespaceKind;
-use crate::options::SEGMENT_BYTES_MAX;
+use crate::options::{SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN};
+use crate::position::OFFSET_BITS;
 
 pub(crate) const MAGIC: [u8; 8] = *b"idemlogM";
 /// The largest manifest that is read: about a million segments.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 * 1024 * 1024;
+
+/// The largest counter, id or time in milliseconds: 41 bits of segment ids fit a position.
+const NUMBER_MAX: u64 = (1 << 41) - 1;
 
 /// One namespace of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -212,6 +216,7 @@ fn decode_body(body: &[u8]) -> Result<Manifest, Malformed> {
     if !r.is_empty() {
         return Err(Malformed("bytes behind the end"));
     }
+    check_numbers(&manifest)?;
     check_order(&manifest)?;
     Ok(manifest)
 }
@@ -236,8 +241,8 @@ fn decode_namespace(r: &mut Reader<'_>) -> Result<NamespaceEntry, Malformed> {
 
 fn decode_segment(r: &mut Reader<'_>) -> Result<SegmentEntry, Malformed> {
     let (id, nonce, bytes) = (r.u64()?, r.u32()?, r.u32()?);
-    if bytes > SEGMENT_BYTES_MAX {
-        return Err(Malformed("segment larger than any can be"));
+    if !(SEGMENT_BYTES_MIN..=SEGMENT_BYTES_MAX).contains(&bytes) {
+        return Err(Malformed("segment of an impossible size"));
     }
     let sealed = SealedEntry {
         end: r.u32()?,
@@ -248,12 +253,40 @@ fn decode_segment(r: &mut Reader<'_>) -> Result<SegmentEntry, Malformed> {
         sparse_at_s: r.u32()?,
         crc: r.u32()?,
     };
+    if sealed.end > bytes || !sealed.end.is_multiple_of(8) {
+        return Err(Malformed("sealed segment ends outside of its file"));
+    }
     Ok(SegmentEntry {
         id,
         nonce,
         bytes,
         sealed: (sealed.end != 0).then_some(sealed),
     })
+}
+
+/// Counters that only rise start small: a number near the end of its range is no number of ours,
+/// and would overflow where it is counted on.
+fn check_numbers(m: &Manifest) -> Result<(), Malformed> {
+    let counters = [
+        m.edit,
+        m.segment_next,
+        m.generation_reserved,
+        m.anchor.boot_ms,
+        m.anchor.trusted_ms,
+        m.anchor.slack_used_ms,
+    ];
+    let positions = m.closed_at.unwrap_or(0) >> OFFSET_BITS;
+    let ids = m.dropped.iter().copied().chain([positions]);
+    let runs = m.runs.iter().flat_map(|r| [r.lo, r.hi]);
+    if counters
+        .into_iter()
+        .chain(ids)
+        .chain(runs)
+        .any(|n| n > NUMBER_MAX)
+    {
+        return Err(Malformed("number out of range"));
+    }
+    Ok(())
 }
 
 /// What recovery relies on: ids rise, and sealed segments come before open ones.

@@ -173,6 +173,14 @@ impl RunHeader {
     }
 }
 
+/// Returns the checksum that ends the header page: it names the run and everything it counts.
+pub(crate) fn header_crc(run: &[u8]) -> u32 {
+    let header = run
+        .get(..PAGE_BYTES)
+        .and_then(|page| page.last_chunk::<4>());
+    header.map_or(0, |crc| u32::from_le_bytes(*crc))
+}
+
 /// One verified page of slots.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Page<'a> {

@@ -1,6 +1,9 @@
 //! Builds index runs and their filters.
 
-use crate::format::run::{Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, page_number};
+use crate::format::filter::FilterPlan;
+use crate::format::run::{
+    Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number,
+};
 use crate::format::{StoreId, filter, to_u32};
 
 /// One index entry: hash, segment number counted from the run's first, offset.
@@ -62,10 +65,13 @@ pub(crate) fn build(plan: &RunPlan, entries: &[IndexEntry]) -> BuiltRun {
     run.append(&mut pages);
     run.append(&mut spill);
     let filter = filter::encode(
-        plan.store,
-        plan.hash_key_id,
-        plan.generation,
-        hashes_count,
+        &FilterPlan {
+            store: plan.store,
+            hash_key_id: plan.hash_key_id,
+            generation: plan.generation,
+            keys_count: hashes_count,
+            run_crc: header_crc(&run),
+        },
         hashes(),
     );
     BuiltRun { run, filter }

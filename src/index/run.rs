@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::Malformed;
 use crate::format::filter::{self, FilterHeader};
-use crate::format::run::{PAGE_BYTES, Page, RunHeader, page_number};
+use crate::format::run::{PAGE_BYTES, Page, RunHeader, header_crc, page_number};
 use crate::vfs::Map;
 
 /// A run whose header and filter were verified; pages are verified when first read.
@@ -26,7 +26,8 @@ impl Run {
         let (filter, _) = filter::decode(&filter_map)?;
         let same = filter.store == header.store
             && filter.hash_key_id == header.hash_key_id
-            && filter.generation == header.generation;
+            && filter.generation == header.generation
+            && filter.run_crc == header_crc(&map);
         if !same || filter.keys_count != header.hashes_count {
             return Err(Malformed("filter of another run"));
         }
