@@ -179,7 +179,8 @@ impl TrustedTime {
     pub(crate) fn resume(clock: &dyn Clock, anchor: Option<Anchor>, wall_jump_max_ms: u64) -> Self {
         let reading = clock.read();
         let boot_id = clock.boot_id();
-        let wall = reading.wall_ms;
+        // A wall clock behind the end of all numbers still has to fit them.
+        let wall = reading.wall_ms.min(u64::MAX / 4);
         let (trusted, slack_used_ms) = match anchor {
             None => (wall, 0),
             Some(a)
@@ -227,6 +228,7 @@ impl TrustedTime {
         let state = self.state();
         let lead = reading
             .wall_ms
+            .min(u64::MAX / 4)
             .saturating_sub(trusted_at(&state, reading.boot_ms));
         let due = confirmed || lead <= slack_left(&state);
         (due && lead >= PUSH_MS_MIN).then_some(lead)

@@ -31,6 +31,9 @@ mod model;
 
 mod engine;
 
+#[cfg(feature = "testing")]
+mod fuzz;
+
 pub use engine::batch::{Filter, ObserveOptions};
 pub use engine::claim::{Claim, ClaimVerdict, Commit, Committable, StartError, Started};
 pub use engine::class::{
@@ -40,6 +43,7 @@ pub use engine::handle::DedupLog;
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
 pub use engine::run_once::{Attempt, RunVerdict};
 pub use engine::ticket::Ticket;
+pub use engine::verify::{Problem, VerifyReport, verify};
 pub use error::{Applied, Error, ErrorKind, Result};
 pub use key::{
     EVIDENCE_BYTES_MAX, Fingerprint, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, NamespaceKind,
@@ -64,6 +68,11 @@ pub use verdict::{
 pub mod testing {
     pub use crate::clock::{Clock, ManualClock, Reading, SystemClock};
     pub use crate::vfs::{Access, Dir, File, Lock, LockAttempt, Map, sim};
+
+    /// Bodies of the fuzz targets.
+    pub mod fuzz {
+        pub use crate::fuzz::{filter, manifest, ops, page, record, recovery};
+    }
 }
 
 /// Compiles and runs the examples of the prose.

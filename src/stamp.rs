@@ -10,7 +10,7 @@ use std::fmt;
 /// Bits of the counter; the other 42 hold the generation (milliseconds until the year 2109).
 const COUNTER_BITS: u32 = 22;
 const COUNTER_MAX: u64 = (1 << COUNTER_BITS) - 1;
-const GENERATION_MAX: u64 = (1 << (64 - COUNTER_BITS)) - 1;
+pub(crate) const GENERATION_MAX: u64 = (1 << (64 - COUNTER_BITS)) - 1;
 
 /// The epoch of one claim: larger than every stamp the store issued before, also before a restart.
 ///
@@ -46,12 +46,16 @@ impl fmt::Display for Stamp {
 /// used-up counter costs no flush at the moment it is used up.
 pub(crate) const GENERATIONS_RESERVED: u64 = 16;
 
-/// Returns the first generation an open may use: above everything reserved before.
+/// Returns the first generation an open may use: above everything reserved before, and at least
+/// the wall clock, unless that is so far ahead that it can be no clock: it would use up the
+/// generations of all time.
 pub(crate) fn next_generation(reserved: u64, wall_ms: u64) -> u64 {
-    reserved
-        .saturating_add(1)
-        .max(wall_ms)
-        .min(GENERATION_MAX - GENERATIONS_RESERVED)
+    let next = reserved.saturating_add(1);
+    if wall_ms > GENERATION_MAX / 2 {
+        next
+    } else {
+        next.max(wall_ms)
+    }
 }
 
 /// Assigns stamps in order. Lives under the append lock.
@@ -121,5 +125,6 @@ mod tests {
     fn a_generation_is_above_the_reserved_one_and_the_wall_clock() {
         assert_eq!(next_generation(5, 100), 100);
         assert_eq!(next_generation(100, 5), 101);
+        assert_eq!(next_generation(100, u64::MAX), 101);
     }
 }

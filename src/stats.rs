@@ -27,6 +27,10 @@ pub struct Stats {
     pub flushes_count: u64,
     /// Segments sealed.
     pub seals_count: u64,
+    /// Merges of index runs.
+    pub merges_count: u64,
+    /// Index runs, each with a filter that a look-up asks.
+    pub runs_count: u64,
     /// Segments dropped because everything in them had expired.
     pub drops_count: u64,
     /// Records carried over to a newer segment.
@@ -105,6 +109,7 @@ pub(crate) struct Counters {
     pub(crate) flushes: Counter,
     pub(crate) seals: Counter,
     pub(crate) drops: Counter,
+    pub(crate) merges: Counter,
     pub(crate) carried: Counter,
     pub(crate) evicted: Counter,
     pub(crate) stalls: Counter,

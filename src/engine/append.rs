@@ -150,8 +150,8 @@ impl Engine {
             )
         };
         // The durable position crosses a segment's end only after that segment's own flush.
-        if let Some(frozen) = frozen {
-            self.sync_frozen(&frozen)?;
+        for frozen in &frozen {
+            self.sync_frozen(frozen)?;
         }
         self.sync_segment(&segment)?;
         Ok(end)

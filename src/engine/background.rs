@@ -1,4 +1,5 @@
-//! Background threads: one writes and flushes what callers left in memory, one maintains.
+//! Background threads: one writes and flushes what callers left in memory, one maintains, one
+//! merges index runs.
 //!
 //! A failure is kept in `health()`, counted, told as an event, and tried again after a growing
 //! pause; it never spins. The threads end when the last handle closes the store.
@@ -54,6 +55,10 @@ impl Signals {
         self.changed.notify_all();
     }
 
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.state().stop
+    }
+
     /// Waits until `ready` or the time is over; `false` says that the store is closing.
     fn wait(&self, timeout: Duration, ready: impl Fn(&mut State) -> bool) -> bool {
         let waited = self
@@ -64,7 +69,7 @@ impl Signals {
     }
 }
 
-/// Starts the two threads of an engine.
+/// Starts the threads of an engine.
 pub(crate) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>> {
     let spawn = |name: &str, body: fn(&Engine)| {
         let engine = Arc::clone(engine);
@@ -73,15 +78,22 @@ pub(crate) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>> {
             .spawn(move || body(&engine))
             .map_err(|e| Error::io("starting a background thread failed", e))
     };
-    let mut threads = vec![spawn("idemlog-flush", flush_loop)?];
-    match spawn("idemlog-sweep", sweep_loop) {
-        Ok(thread) => threads.push(thread),
-        Err(error) => {
-            engine.background.stop();
-            for thread in threads {
-                thread.join().unwrap_or_default();
+    let bodies = [
+        ("idemlog-flush", flush_loop as fn(&Engine)),
+        ("idemlog-sweep", sweep_loop),
+        ("idemlog-merge", merge_loop),
+    ];
+    let mut threads = Vec::new();
+    for (name, body) in bodies {
+        match spawn(name, body) {
+            Ok(thread) => threads.push(thread),
+            Err(error) => {
+                engine.background.stop();
+                for thread in threads {
+                    thread.join().unwrap_or_default();
+                }
+                return Err(error);
             }
-            return Err(error);
         }
     }
     Ok(threads)
@@ -135,6 +147,22 @@ fn sweep_loop(engine: &Engine) {
         engine.note_background(&result);
         if result.is_err() && !engine.background.wait(pause, |_| false) {
             return;
+        }
+    }
+}
+
+/// Merges are apart from the sweep: one may take seconds, and sealing must not wait for it.
+fn merge_loop(engine: &Engine) {
+    let mut pause = SWEEP_INTERVAL;
+    while engine.background.wait(pause, |_| false) {
+        let merged = engine.merge_once();
+        pause = match &merged {
+            Ok(true) => Duration::from_millis(1),
+            Ok(false) => SWEEP_INTERVAL,
+            Err(_) => (pause * 2).clamp(SWEEP_INTERVAL, PAUSE_MAX),
+        };
+        if merged.is_err() && !engine.background.is_stopping() {
+            engine.note_background(&merged.map(|_| ()));
         }
     }
 }

@@ -94,7 +94,8 @@ pub(crate) struct Part {
 /// Everything behind the active segment, immutable: look-ups probe it without a lock.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct View {
-    pub(crate) frozen: Option<Arc<Frozen>>,
+    /// Full segments that are not sealed yet, oldest first: at most one, but on a full disk.
+    pub(crate) frozen: Vec<Arc<Frozen>>,
     /// Newest first.
     pub(crate) parts: Vec<Arc<Part>>,
     pub(crate) sealed: BTreeMap<u64, Arc<Sealed>>,
@@ -103,24 +104,26 @@ pub(crate) struct View {
 impl View {
     /// Returns the segment with this id, unless it is the active one or gone.
     pub(crate) fn segment(&self, id: u64) -> Option<&Arc<SegmentFile>> {
-        match &self.frozen {
-            Some(frozen) if frozen.segment.id == id => Some(&frozen.segment),
-            _ => self.sealed.get(&id).map(|sealed| &sealed.segment),
+        match self.frozen(id) {
+            Some(frozen) => Some(&frozen.segment),
+            None => self.sealed.get(&id).map(|sealed| &sealed.segment),
         }
     }
 
+    fn frozen(&self, id: u64) -> Option<&Arc<Frozen>> {
+        self.frozen.iter().find(|frozen| frozen.segment.id == id)
+    }
+
     fn drop_at(&self, id: u64) -> DropTime {
-        match &self.frozen {
-            Some(frozen) if frozen.segment.id == id => frozen.tally.drop_at,
-            _ => self
-                .sealed
-                .get(&id)
-                .map_or(DropTime::NOW, |s| DropTime::from_disk(s.entry.drop_at_s)),
+        let sealed = || self.sealed.get(&id).map(|s| s.entry.drop_at_s);
+        match self.frozen(id) {
+            Some(frozen) => frozen.tally.drop_at,
+            None => sealed().map_or(DropTime::NOW, DropTime::from_disk),
         }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.frozen.is_none() && self.parts.is_empty()
+        self.frozen.is_empty() && self.parts.is_empty()
     }
 }
 
@@ -255,13 +258,16 @@ impl Core {
             return true;
         };
         let wanted = self.owed_bytes + owed_bytes + frame_bytes as u64;
-        let mut free = self.free_bytes() as u64;
+        let here = self.free_bytes() as u64;
+        // What does not fit here goes on in the next segment, and this one's end is lost.
+        let mut free = here.saturating_sub(u64::from(self.frame_bytes_max));
         for next in &self.next {
             // Header, footer, and the end of a segment that the next frame does not fit into.
             let lost = SEGMENT_HEADER_BYTES + SEAL_BYTES + SYNC_MARK_BYTES;
             let bytes = to_usize(next.bytes).saturating_sub(lost);
             free += (bytes - bytes / 4) as u64;
         }
+        let free = free.max(here);
         free >= wanted
     }
 
@@ -398,8 +404,23 @@ impl Core {
         self.tally.unsettled_count = offsets.len();
     }
 
-    /// Continues in the next prepared segment; the former one becomes the frozen one (C).
-    /// The caller has written the footer and found the frozen place empty.
+    /// Puts runs that were built again, newest first, in the place of one.
+    pub(crate) fn replace_part(&mut self, old: &Arc<Part>, built: Vec<Run>) {
+        let mut view = View::clone(&self.view);
+        if let Some(at) = view.parts.iter().position(|part| Arc::ptr_eq(part, old)) {
+            let parts = built.into_iter().map(|run| {
+                Arc::new(Part {
+                    run,
+                    damaged: AtomicBool::new(false),
+                })
+            });
+            view.parts.splice(at..=at, parts);
+        }
+        self.view = Arc::new(view);
+    }
+
+    /// Continues in the next prepared segment; the former one is frozen (C). The caller has
+    /// written the footer.
     pub(crate) fn switch(&mut self, next: Arc<SegmentFile>, trusted_ms: u64) -> Arc<Frozen> {
         let table = ActiveTable::new(next.bytes);
         let writer = Writer::new(next, to_u32(SEGMENT_HEADER_BYTES));
@@ -416,7 +437,7 @@ impl Core {
         self.next_asked = false;
         self.note_written();
         let mut view = View::clone(&self.view);
-        view.frozen = Some(Arc::clone(&frozen));
+        view.frozen.push(Arc::clone(&frozen));
         self.view = Arc::new(view);
         frozen
     }

@@ -252,7 +252,7 @@ impl DedupLog {
     /// # Errors
     /// What the work failed with.
     pub fn maintain(&self) -> Result<()> {
-        self.engine().maintain()
+        self.engine().settle_down()
     }
 
     /// Waits until no background work is due: same as [`DedupLog::maintain`].
@@ -260,7 +260,7 @@ impl DedupLog {
     /// # Errors
     /// What the work failed with.
     pub fn wait_idle(&self) -> Result<()> {
-        self.engine().maintain()
+        self.engine().settle_down()
     }
 
     /// Closes the store for all handles: everything answered so far becomes durable. Claims that
@@ -290,6 +290,7 @@ impl Engine {
             flushes_count: c.flushes.get(),
             seals_count: c.seals.get(),
             drops_count: c.drops.get(),
+            merges_count: c.merges.get(),
             carried_count: c.carried.get(),
             evicted_count: c.evicted.get(),
             stalls_count: c.stalls.get(),
@@ -315,17 +316,21 @@ impl Engine {
             .map(|s| u64::from(s.segment.bytes))
             .sum();
         let prepared: u64 = core.next.iter().map(|s| u64::from(s.bytes)).sum();
-        let frozen = view.frozen.as_ref();
-        stats.segments_count =
-            (view.sealed.len() + core.next.len() + 1 + usize::from(frozen.is_some())) as u64;
+        let frozen = &view.frozen;
+        stats.segments_count = (view.sealed.len() + core.next.len() + 1 + frozen.len()) as u64;
         stats.log_bytes = sealed
             + prepared
             + u64::from(core.writer.segment.bytes)
-            + frozen.map_or(0, |f| u64::from(f.segment.bytes));
+            + frozen
+                .iter()
+                .map(|f| u64::from(f.segment.bytes))
+                .sum::<u64>();
+        stats.runs_count = view.parts.len() as u64;
         stats.run_bytes = view.parts.iter().map(|p| p.run.run_bytes()).sum();
         stats.filter_bytes = view.parts.iter().map(|p| p.run.filter_bytes()).sum();
-        stats.table_bytes =
-            (core.table.memory_bytes() + frozen.map_or(0, |f| f.table.memory_bytes())) as u64;
+        stats.table_bytes = (core.table.memory_bytes()
+            + frozen.iter().map(|f| f.table.memory_bytes()).sum::<usize>())
+            as u64;
         stats.unsettled_count = core.unsettled.len() as u64;
         stats
     }

@@ -3,7 +3,6 @@
 //! ends the search, expired or not. Absent is answered only if everything answered.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::Engine;
 use super::core::{Core, Older, View};
@@ -154,7 +153,7 @@ impl Engine {
         wanted: Wanted<'_>,
         extract: &impl Fn(&Record<'_>) -> T,
     ) -> Result<Option<Hit<T>>> {
-        if let Some(frozen) = &view.frozen {
+        for frozen in view.frozen.iter().rev() {
             let offsets: Vec<u32> = frozen.table.candidates(wanted.h).collect();
             let hit = self.read_candidates(&frozen.segment, &offsets, wanted, extract)?;
             if hit.is_some() {
@@ -169,14 +168,14 @@ impl Engine {
         {
             places.clear();
             if let Err(why) = part.run.find(wanted.h, &mut places) {
-                // Relaxed: only a hint to the background; this call fails in any case.
-                part.damaged.store(true, Ordering::Relaxed);
+                part.mark_damaged();
                 self.background.wake();
                 let header = &part.run.header;
                 return Err(Error::new(
                     ErrorKind::Damaged,
                     format!(
-                        "index run is damaged and is being rebuilt: {}; segments={}..={}; try again",
+                        "index run is damaged and is being rebuilt: {}; segments={}..={}; \
+                         try again",
                         why.0, header.lo, header.hi
                     ),
                 ));

@@ -15,12 +15,14 @@ pub(crate) mod handle;
 mod hint;
 mod listing;
 mod lookup;
+mod merge;
 pub(crate) mod namespace;
 mod open;
 mod poison;
 mod prepare;
 mod recovery;
 pub(crate) mod run_once;
+mod runs;
 mod seal;
 mod space;
 mod sweep;
@@ -28,6 +30,7 @@ pub(crate) mod ticket;
 #[cfg(feature = "bincode")]
 mod typed;
 mod update;
+pub(crate) mod verify;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};

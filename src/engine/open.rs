@@ -16,6 +16,7 @@ use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{Manifest, RunEntry, SegmentEntry};
 use crate::format::names::FileName;
+use crate::format::record::FRAME_BYTES_MAX;
 use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
 use crate::index::KeyHash;
 use crate::log::replay::Replay;
@@ -155,7 +156,7 @@ fn create(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Manifest> {
         .map_err(|e| Error::io("listing the directory failed", e).in_file(shown))?;
     for name in &names {
         match FileName::parse(name) {
-            Some(FileName::Segment(_)) => refuse_records(dir, name, &BTreeSet::new())?,
+            Some(FileName::Segment(_)) => refuse_records(dir, name)?,
             Some(FileName::Run { .. } | FileName::Filter { .. } | FileName::Hint(_)) => {
                 return Err(manifest_missing(name));
             }
@@ -214,30 +215,44 @@ fn manifest_missing(name: &str) -> Error {
     .in_file(name)
 }
 
-/// Refuses a segment file that holds records although no manifest lists it (C, D). A file of
-/// which not even the header is whole never held any.
-fn refuse_records(dir: &dyn Dir, name: &str, dropped: &BTreeSet<u64>) -> Result<()> {
-    let failed = |e| Error::io("reading an unlisted segment failed", e).in_file(name);
-    let file = dir.open(name, Access::Read).map_err(failed)?;
-    let mut head = vec![0; SEGMENT_HEADER_BYTES + crate::format::record::FRAME_BYTES_MAX];
-    let got = file.read_at(&mut head, 0).map_err(failed)?;
-    let head = head.get(..got).unwrap_or_default();
-    let Ok(header) = SegmentHeader::decode(head) else {
+/// Refuses a segment file that is here without a manifest (D). A file of which not even the
+/// header is whole never held a record.
+fn refuse_records(dir: &dyn Dir, name: &str) -> Result<()> {
+    match read_first(dir, name)? {
+        Some((_, true)) => Err(manifest_missing(name)),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses an unlisted segment that is not ours to remove (C). The manifest is never older than
+/// a drop: an unlisted segment below its next id was dropped, whatever came of the unlinking.
+fn refuse_foreign(dir: &dyn Dir, name: &str, manifest: &Manifest, id: u64) -> Result<()> {
+    let Some((header, has_records)) = read_first(dir, name)? else {
         return Ok(());
     };
-    // A dropped segment that was being recycled under a new name still has its old header.
-    if dropped.contains(&header.id) {
+    let ours = header.store == manifest.store;
+    // A dropped segment that was being recycled under a new name has its old header still.
+    if !has_records || (ours && header.id.min(id) < manifest.segment_next) {
         return Ok(());
     }
-    if Replay::new(head, header.nonce).next().is_some() {
-        return Err(Error::damaged(
-            name,
-            0,
-            "segment holds records but the manifest does not list it; nothing was changed; \
-             restore the manifest that belongs to it, or move the file away",
-        ));
-    }
-    Ok(())
+    Err(Error::damaged(
+        name,
+        0,
+        "segment holds records but the manifest does not list it; nothing was changed; restore \
+         the manifest that belongs to it, or move the file away",
+    ))
+}
+
+/// Reads a segment's header, and whether a record follows it; `None` without a whole header.
+fn read_first(dir: &dyn Dir, name: &str) -> Result<Option<(SegmentHeader, bool)>> {
+    let failed = |e| Error::io("reading an unlisted segment failed", e).in_file(name);
+    let file = dir.open(name, Access::Read).map_err(failed)?;
+    let mut head = vec![0; SEGMENT_HEADER_BYTES + FRAME_BYTES_MAX];
+    let got = file.read_at(&mut head, 0).map_err(failed)?;
+    let head = head.get(..got).unwrap_or_default();
+    Ok(SegmentHeader::decode(head)
+        .ok()
+        .map(|header| (header, Replay::new(head, header.nonce).next().is_some())))
 }
 
 /// Finds what interrupted work left behind: temporaries, unlisted runs, filters and hints, and
@@ -250,7 +265,6 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
         .filter(|s| s.sealed.is_none())
         .map(|s| s.id)
         .collect();
-    let dropped: BTreeSet<u64> = manifest.dropped.iter().copied().collect();
     let mut orphans = Vec::new();
     let names = dir
         .list()
@@ -264,9 +278,8 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
                 FileName::Run { lo, hi, generation } | FileName::Filter { lo, hi, generation },
             ) => !manifest.runs.contains(&RunEntry { lo, hi, generation }),
             Some(FileName::Segment(id)) if listed.contains(&id) => false,
-            Some(FileName::Segment(id)) if dropped.contains(&id) => true,
-            Some(FileName::Segment(_)) => {
-                refuse_records(dir, &name, &dropped)?;
+            Some(FileName::Segment(id)) => {
+                refuse_foreign(dir, &name, manifest, id)?;
                 true
             }
         };

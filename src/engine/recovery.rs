@@ -11,28 +11,25 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, RwLock, Weak};
+use std::sync::{Arc, Mutex, RwLock};
 
 use super::Engine;
 use super::background::Signals;
 use super::catalog::Catalog;
-use super::core::{
-    Core, Frozen, KnownNamespace, Part, Sealed, Tally, UnsettledEntry, View, to_seconds,
-};
+use super::core::{Core, Frozen, KnownNamespace, Sealed, Tally, UnsettledEntry, View, to_seconds};
 use super::hint::read_hint;
 use super::open::{find_orphans, open_segment, remove_orphans};
 use super::poison::Poison;
-use super::seal::install_run;
+use super::runs::{SealedSegment, install_sealed, open_run, open_sealed};
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::manifest::{Manifest, RunEntry, SealedEntry};
+use crate::format::manifest::Manifest;
 use crate::format::names::FileName;
 use crate::format::record::{Frame, Record, footer_bytes, seed};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{to_u32, to_usize};
 use crate::index::KeyHash;
 use crate::index::active::ActiveTable;
-use crate::index::build::{IndexEntry, RunPlan};
 use crate::index::run::Run;
 use crate::log::replay::{Item, Replay, proven_behind};
 use crate::log::segment::SegmentFile;
@@ -42,7 +39,7 @@ use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, Stamps, next_generation};
 use crate::stats::{Counters, OpenReport};
-use crate::vfs::{Access, Dir, Lock};
+use crate::vfs::{Dir, Lock};
 
 /// One segment read back into a table.
 #[derive(Debug)]
@@ -164,19 +161,13 @@ struct Gathered {
     active: (Arc<SegmentFile>, Replayed),
     next: Vec<Arc<SegmentFile>>,
     sealed: Vec<SealedSegment>,
+    /// The listed runs that are there and whole, oldest first.
+    runs: Vec<Run>,
     /// Unsettled records that the footers of sealed segments list.
     unsettled: Vec<(Position, u16, Vec<u8>)>,
     proven: Position,
     trusted_ms: u64,
     orphans: Vec<String>,
-}
-
-/// A sealed segment with its run, if that is there and whole.
-struct SealedSegment {
-    sealed: Arc<Sealed>,
-    run: Option<(Run, RunEntry)>,
-    /// Generation of the run that is built if there is none.
-    generation: u32,
 }
 
 pub(super) fn recover(
@@ -249,7 +240,12 @@ fn gather(
     }
     let mut gathered = replay_unsealed(dir, manifest, &opened, hash, options, report)?;
     gathered.orphans = orphans;
-    gathered.sealed = open_sealed(dir, manifest, &opened, hash)?;
+    gathered.runs = manifest
+        .runs
+        .iter()
+        .filter_map(|entry| open_run(dir, manifest, entry, hash))
+        .collect();
+    gathered.sealed = open_sealed(dir, manifest, &opened, &gathered.runs)?;
     for segment in &gathered.sealed {
         gathered.unsettled.extend(footer_records(&segment.sealed)?);
     }
@@ -278,6 +274,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         active,
         next,
         sealed,
+        runs: whole,
         unsettled: listed,
         ..
     } = parts.gathered;
@@ -286,6 +283,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         parts.dir.as_ref(),
         &parts.manifest,
         sealed,
+        whole,
         &parts.hash,
         &parts.options,
         &mut report,
@@ -340,8 +338,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
     engine.core().view = Arc::new(view);
     engine.seal_all_recovered(frozen)?;
     engine.gather_unsettled(listed, unsettled)?;
-    let unsettled_count = engine.core().unsettled.len() as u64;
-    engine.report.unsettled_count = unsettled_count;
+    engine.report.unsettled_count = engine.unsettled_count();
     Ok(engine)
 }
 
@@ -355,6 +352,10 @@ fn sync_drops(dir: &dyn Dir, manifest: &Manifest) -> Result<()> {
 }
 
 impl Engine {
+    fn unsettled_count(&self) -> u64 {
+        self.core().unsettled.len() as u64
+    }
+
     /// Seals the segments that were full, oldest first. Each begins when the one before it ends.
     fn seal_all_recovered(&self, frozen: Vec<(Arc<SegmentFile>, Replayed)>) -> Result<()> {
         let mut began_at_s = to_seconds(self.now().trusted_ms);
@@ -389,7 +390,7 @@ impl Engine {
         {
             let mut core = self.core();
             let mut view = View::clone(&core.view);
-            view.frozen = Some(Arc::new(frozen));
+            view.frozen.push(Arc::new(frozen));
             core.view = Arc::new(view);
         }
         self.seal_frozen()
@@ -416,7 +417,7 @@ impl Engine {
             let located = match self.locate(wanted, |_| ()) {
                 // A page of a run has gone bad: built again, it answers.
                 Err(error) if error.kind() == ErrorKind::Damaged => {
-                    self.rebuild_damaged()?;
+                    self.rebuild_damaged(&mut self.maintenance())?;
                     self.locate(wanted, |_| ())?
                 }
                 located => located?,
@@ -551,6 +552,7 @@ fn replay_unsealed(
         active: (active, replayed),
         next,
         sealed: Vec::new(),
+        runs: Vec::new(),
         unsettled: Vec::new(),
         proven,
         orphans: Vec::new(),
@@ -571,7 +573,7 @@ fn settle_log(gathered: &Gathered, report: &mut OpenReport) -> Result<()> {
 
 /// Reads a whole segment: one at a time is in memory. Bytes that a shorter file lacks are zeros,
 /// those that a longer one has are nobody's.
-fn read_image(segment: &SegmentFile) -> Result<Vec<u8>> {
+pub(super) fn read_image(segment: &SegmentFile) -> Result<Vec<u8>> {
     let mut image = vec![0; to_usize(segment.bytes)];
     segment
         .file()
@@ -629,167 +631,4 @@ fn settle_segment(segment: &SegmentFile, valid: u32, proven: Position) -> Result
     }
     file.sync().map_err(failed)?;
     Ok(if segment.recycled { 0 } else { junk as u64 })
-}
-
-/// Opens all sealed segments and their runs. A segment without a whole run is read once: what
-/// its index is to be built from must be what was sealed.
-fn open_sealed(
-    dir: &dyn Dir,
-    manifest: &Manifest,
-    opened: &BTreeMap<u64, Arc<SegmentFile>>,
-    hash: &KeyHash,
-) -> Result<Vec<SealedSegment>> {
-    let mut all = Vec::new();
-    for entry in &manifest.segments {
-        let (Some(sealed), Some(segment)) = (entry.sealed, opened.get(&entry.id)) else {
-            continue;
-        };
-        let segment = segment
-            .sealed(dir)
-            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-        let listed = manifest
-            .runs
-            .iter()
-            .find(|r| r.lo == entry.id && r.hi == entry.id);
-        let run = listed.and_then(|r| open_run(dir, manifest, r, hash));
-        if run.is_none() {
-            check_sealed(&segment, &sealed)?;
-        }
-        all.push(SealedSegment {
-            sealed: Arc::new(Sealed {
-                segment: Arc::new(segment),
-                entry: sealed,
-                former: Weak::new(),
-            }),
-            run,
-            generation: listed.map_or(0, |r| r.generation.wrapping_add(1)),
-        });
-    }
-    Ok(all)
-}
-
-/// Compares a sealed segment with the checksum taken when it was sealed.
-pub(super) fn check_sealed(segment: &SegmentFile, sealed: &SealedEntry) -> Result<()> {
-    let map = segment
-        .freeze()
-        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-    let bytes = map.get(..to_usize(sealed.end)).unwrap_or_default();
-    if crc32fast::hash(bytes) == sealed.crc {
-        return Ok(());
-    }
-    Err(Error::damaged(
-        segment.name(),
-        0,
-        "sealed segment is damaged and so is its index; nothing was changed; see \
-         docs/operations.md",
-    ))
-}
-
-/// Makes the view of all sealed segments; missing runs are built.
-fn install_sealed(
-    dir: &dyn Dir,
-    manifest: &Manifest,
-    all: Vec<SealedSegment>,
-    hash: &KeyHash,
-    options: &Options,
-    report: &mut OpenReport,
-) -> Result<(View, Vec<RunEntry>)> {
-    let mut view = View::default();
-    let mut runs = Vec::new();
-    let total: u64 = all.iter().map(|s| u64::from(s.sealed.segment.bytes)).sum();
-    let mut done = 0;
-    for segment in all {
-        let sealed = segment.sealed;
-        let (run, entry) = match segment.run {
-            Some(whole) => whole,
-            None => {
-                report.rebuilt_runs_count += 1;
-                if let Some(progress) = &options.on_progress {
-                    progress(done, total);
-                }
-                let (file, end) = (&sealed.segment, sealed.entry.end);
-                rebuild_run(dir, manifest, file, end, segment.generation, hash)?
-            }
-        };
-        done += u64::from(sealed.segment.bytes);
-        runs.push(entry);
-        view.parts.insert(
-            0,
-            Arc::new(Part {
-                run,
-                damaged: AtomicBool::new(false),
-            }),
-        );
-        view.sealed.insert(sealed.segment.id, sealed);
-    }
-    Ok((view, runs))
-}
-
-/// Opens a listed run; `None` if it is missing, damaged, or about something else.
-fn open_run(
-    dir: &dyn Dir,
-    manifest: &Manifest,
-    entry: &RunEntry,
-    hash: &KeyHash,
-) -> Option<(Run, RunEntry)> {
-    let RunEntry { lo, hi, generation } = *entry;
-    let open = |name: FileName| {
-        dir.open(&name.to_string(), Access::Read)
-            .and_then(|f| f.map())
-    };
-    let run = open(FileName::Run { lo, hi, generation }).ok()?;
-    let filter = open(FileName::Filter { lo, hi, generation }).ok()?;
-    let run = Run::open(run, filter).ok()?;
-    let h = &run.header;
-    let same = h.store == manifest.store
-        && h.hash_key_id == hash.id()
-        && (h.lo, h.hi, h.generation) == (lo, hi, generation);
-    same.then_some((run, *entry))
-}
-
-fn rebuild_run(
-    dir: &dyn Dir,
-    manifest: &Manifest,
-    segment: &SegmentFile,
-    end: u32,
-    generation: u32,
-    hash: &KeyHash,
-) -> Result<(Run, RunEntry)> {
-    let map = segment
-        .freeze()
-        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-    let bytes = map.get(..to_usize(end)).unwrap_or_default();
-    let replayed = replay_segment(bytes, segment, hash)?;
-    if !replayed.sealed || replayed.end != end {
-        return Err(Error::damaged(
-            segment.name(),
-            u64::from(replayed.end),
-            "sealed segment is damaged and its index is missing; nothing was answered from it; \
-             see docs/operations.md",
-        ));
-    }
-    let plan = RunPlan {
-        store: manifest.store,
-        hash_key_id: hash.id(),
-        lo: segment.id,
-        hi: segment.id,
-        generation,
-        segment_bytes: segment.bytes,
-        superseded_count: u64::from(replayed.tally.superseded_count),
-    };
-    let entries: Vec<IndexEntry> = replayed
-        .table
-        .sorted()
-        .into_iter()
-        .map(|(h, offset)| (h, 0, offset))
-        .collect();
-    let run = install_run(dir, &plan, &entries)?;
-    Ok((
-        run,
-        RunEntry {
-            lo: segment.id,
-            hi: segment.id,
-            generation,
-        },
-    ))
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Engine;
 use super::catalog::remove_if_there;
-use super::core::{Core, Frozen, Need, Part, Room, Sealed, View};
+use super::core::{Frozen, Need, Part, Room, Sealed, View};
 use super::prepare::Upkeep;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{RunEntry, SealedEntry};
@@ -72,7 +72,12 @@ impl Engine {
                 self.prepare_next(upkeep, room.frame_bytes, room.need != Need::Owed)?;
             }
             if !fits {
-                self.seal_frozen()?;
+                match self.seal_frozen() {
+                    // What is owed needs no new space: the log goes on, and the full segment's
+                    // table stays in memory until its index finds room.
+                    Err(error) if error.kind() == ErrorKind::Full && room.need == Need::Owed => {}
+                    sealed => sealed?,
+                }
                 self.roll()?;
             }
         }
@@ -97,7 +102,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the active segment and continues in the prepared one. The frozen place is empty.
+    /// Ends the active segment and continues in the prepared one.
     pub(crate) fn roll(&self) -> Result<()> {
         let now = self.now();
         let mut core = self.core();
@@ -116,21 +121,28 @@ impl Engine {
         Ok(())
     }
 
-    /// Seals the frozen segment, if there is one.
+    /// Seals all frozen segments, oldest first.
     pub(crate) fn seal_frozen(&self) -> Result<()> {
-        let Some(frozen) = self.core().view.frozen.clone() else {
-            return Ok(());
-        };
-        self.sync_frozen(&frozen)?;
+        loop {
+            let Some(frozen) = self.core().view.frozen.first().map(Arc::clone) else {
+                return Ok(());
+            };
+            self.seal_one(&frozen)?;
+        }
+    }
+
+    /// Seals the oldest frozen segment.
+    fn seal_one(&self, frozen: &Arc<Frozen>) -> Result<()> {
+        self.sync_frozen(frozen)?;
         let id = frozen.segment.id;
-        let entry = check_frozen(&frozen)?;
+        let entry = check_frozen(frozen)?;
         let entries: Vec<IndexEntry> = frozen
             .table
             .sorted()
             .into_iter()
             .map(|(h, offset)| (h, 0, offset))
             .collect();
-        if entries.len() as u64 != expected_entries(&frozen) {
+        if entries.len() as u64 != expected_entries(frozen) {
             return Err(Error::damaged(
                 frozen.segment.name(),
                 0,
@@ -139,6 +151,9 @@ impl Engine {
         }
         let superseded_count = u64::from(frozen.tally.superseded_count);
         let run = self.write_run(&frozen.segment, &entries, superseded_count, 0)?;
+        let segment = Arc::new(frozen.segment.sealed(self.dir.as_ref()).map_err(|e| {
+            Error::io("mapping a sealed segment failed", e).in_file(frozen.segment.name())
+        })?);
         self.edit_manifest(|manifest| {
             if let Some(segment) = manifest.segments.iter_mut().find(|s| s.id == id) {
                 segment.sealed = Some(entry);
@@ -153,9 +168,6 @@ impl Engine {
             run,
             damaged: AtomicBool::new(false),
         });
-        let segment = Arc::new(frozen.segment.sealed(self.dir.as_ref()).map_err(|e| {
-            Error::io("mapping a sealed segment failed", e).in_file(frozen.segment.name())
-        })?);
         let former = Arc::downgrade(&frozen.segment);
         let sealed = Arc::new(Sealed {
             segment,
@@ -164,7 +176,7 @@ impl Engine {
         });
         let mut core = self.core();
         let mut view = View::clone(&core.view);
-        view.frozen = None;
+        view.frozen.remove(0);
         view.parts.insert(0, part);
         view.sealed.insert(id, sealed);
         core.view = Arc::new(view);
@@ -189,6 +201,7 @@ impl Engine {
             generation,
             segment_bytes: segment.bytes,
             superseded_count,
+            segments_count: 1,
         };
         install_run(self.dir.as_ref(), &plan, entries)
     }
@@ -278,24 +291,12 @@ fn check_frozen(frozen: &Frozen) -> Result<SealedEntry> {
     })
 }
 
-impl Core {
-    /// Replaces a part of the view that was rebuilt.
-    pub(crate) fn replace_part(&mut self, lo: u64, run: Run) {
-        let mut view = View::clone(&self.view);
-        for part in &mut view.parts {
-            if part.run.header.lo == lo {
-                *part = Arc::new(Part {
-                    run,
-                    damaged: AtomicBool::new(false),
-                });
-                break;
-            }
-        }
-        self.view = Arc::new(view);
-    }
-}
-
 impl Part {
+    /// Says that the run has shown damage: it is built again in the background.
+    pub(crate) fn mark_damaged(&self) {
+        self.damaged.store(true, Ordering::Relaxed);
+    }
+
     pub(crate) fn is_damaged(&self) -> bool {
         // Relaxed: whoever set it has also woken the background.
         self.damaged.load(Ordering::Relaxed)

@@ -13,6 +13,7 @@ use super::Engine;
 use super::catalog::remove_if_there;
 use super::core::{Need, Older, Room, Sealed, View};
 use super::lookup::read_error;
+use super::merge::{file_names, run_entry};
 use super::prepare::Upkeep;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
@@ -44,6 +45,13 @@ impl Engine {
         done
     }
 
+    /// Does all background work that is due, merges included, and returns when nothing is left.
+    pub(crate) fn settle_down(&self) -> Result<()> {
+        self.maintain()?;
+        while self.merge_once()? {}
+        Ok(())
+    }
+
     fn maintain_held(&self, upkeep: &mut Upkeep) -> Result<()> {
         if self.core().closed || self.poisoned().is_some() {
             return Ok(());
@@ -61,7 +69,7 @@ impl Engine {
             self.end_expired(upkeep),
             self.reserve_stamps(),
             self.sweep(upkeep),
-            self.rebuild_damaged(),
+            self.rebuild_damaged(upkeep),
             self.remove_left(upkeep),
         ];
         self.catalog().keep_reserve();
@@ -255,7 +263,8 @@ impl Engine {
             manifest.dropped.retain(|id| !upkeep.unlinked.contains(id));
             manifest.segments.retain(|s| !gone.contains(&s.id));
             manifest.dropped.extend(gone.iter().copied());
-            let dead = |lo: u64, hi: u64| (lo..=hi).all(|id| gone.contains(&id));
+            let live: BTreeSet<u64> = manifest.segments.iter().map(|s| s.id).collect();
+            let dead = |lo: u64, hi: u64| live.range(lo..=hi).next().is_none();
             runs = manifest
                 .runs
                 .iter()
@@ -288,10 +297,7 @@ impl Engine {
         upkeep
             .left
             .extend(segments.map(|id| FileName::Segment(*id)));
-        for RunEntry { lo, hi, generation } in runs {
-            upkeep.left.push(FileName::Run { lo, hi, generation });
-            upkeep.left.push(FileName::Filter { lo, hi, generation });
-        }
+        upkeep.left.extend(runs.into_iter().flat_map(file_names));
         self.remove_left(upkeep)
     }
 
@@ -304,7 +310,7 @@ impl Engine {
     }
 
     /// Removes files that the manifest does not list any more; what fails is tried again later.
-    fn remove_left(&self, upkeep: &mut Upkeep) -> Result<()> {
+    pub(crate) fn remove_left(&self, upkeep: &mut Upkeep) -> Result<()> {
         let mut result = Ok(());
         for name in std::mem::take(&mut upkeep.left) {
             match remove_if_there(self.dir.as_ref(), &name.to_string()) {
@@ -323,41 +329,28 @@ impl Engine {
         result
     }
 
-    /// Rebuilds runs that have shown damage, from their segments.
-    pub(crate) fn rebuild_damaged(&self) -> Result<()> {
+    /// Rebuilds runs that have shown damage from their segments: one run a segment, so that a wide
+    /// one needs no more memory than a narrow one. Merging goes on from there.
+    pub(crate) fn rebuild_damaged(&self, upkeep: &mut Upkeep) -> Result<()> {
         let view = self.core().view.clone();
         for part in view.parts.iter().filter(|part| part.is_damaged()) {
-            let (lo, generation) = (part.run.header.lo, part.run.header.generation);
-            let Some(sealed) = view.sealed.get(&lo) else {
-                continue;
-            };
-            super::recovery::check_sealed(&sealed.segment, &sealed.entry)?;
-            let (entries, superseded) = self.entries_of(&sealed.segment, sealed.entry.end)?;
-            let run = self.write_run(&sealed.segment, &entries, superseded, generation + 1)?;
-            self.edit_manifest(|manifest| {
-                for entry in manifest
-                    .runs
-                    .iter_mut()
-                    .filter(|r| r.lo == lo && r.hi == lo)
-                {
-                    entry.generation = generation + 1;
-                }
-            })?;
-            self.core().replace_part(lo, run);
-            for name in [
-                FileName::Run {
-                    lo,
-                    hi: lo,
-                    generation,
-                },
-                FileName::Filter {
-                    lo,
-                    hi: lo,
-                    generation,
-                },
-            ] {
-                remove_if_there(self.dir.as_ref(), &name.to_string()).unwrap_or_default();
+            let old = run_entry(&part.run);
+            let mut built = Vec::new();
+            for (_, sealed) in view.sealed.range(old.lo..=old.hi) {
+                super::runs::check_sealed(&sealed.segment, &sealed.entry)?;
+                let (entries, superseded) = self.entries_of(&sealed.segment, sealed.entry.end)?;
+                let generation = old.generation.wrapping_add(1);
+                built.push(self.write_run(&sealed.segment, &entries, superseded, generation)?);
             }
+            built.reverse();
+            let entries: Vec<RunEntry> = built.iter().map(run_entry).collect();
+            self.edit_manifest(|manifest| {
+                manifest.runs.retain(|run| *run != old);
+                manifest.runs.extend(entries);
+                manifest.runs.sort_by_key(|run| run.lo);
+            })?;
+            self.core().replace_part(part, built);
+            upkeep.left.extend(file_names(old));
         }
         Ok(())
     }

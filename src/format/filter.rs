@@ -4,7 +4,8 @@
 //! of the eight 32-bit words of one 32-byte block, so a test touches one cache line.
 
 use super::le::{Put, Reader, check_crc_at_end, put_crc_at_end};
-use super::{FORMAT, Malformed, StoreId};
+use super::run::checksum;
+use super::{FORMAT, Malformed, StoreId, to_u32};
 
 pub(crate) const MAGIC: [u8; 8] = *b"idemlogF";
 pub(crate) const FILTER_HEADER_BYTES: usize = 64;
@@ -83,14 +84,14 @@ impl FilterHeader {
 }
 
 /// Splits a filter file into its verified header and its blocks.
-pub(crate) fn decode(bytes: &[u8]) -> Result<(FilterHeader, &[u8]), Malformed> {
+pub(crate) fn decode(bytes: &[u8], seed: u32) -> Result<(FilterHeader, &[u8]), Malformed> {
     let parts = bytes.split_at_checked(FILTER_HEADER_BYTES);
     let (head, body) = parts.ok_or(Malformed("filter header cut short"))?;
     let header = FilterHeader::decode(head)?;
     if header.blocks_count == 0 || body.len() as u64 != u64::from(header.blocks_count) * 32 {
         return Err(Malformed("filter has another size than its header says"));
     }
-    if crc32fast::hash(body) != header.body_crc {
+    if checksum(seed, body) != header.body_crc {
         return Err(Malformed("filter checksum differs"));
     }
     Ok((header, body))
@@ -104,47 +105,67 @@ pub(crate) struct FilterPlan {
     pub(crate) generation: u32,
     pub(crate) keys_count: u64,
     pub(crate) run_crc: u32,
+    /// Seed of the checksum of the blocks: `run::run_seed`.
+    pub(crate) seed: u32,
 }
 
-/// Builds a whole filter file over these hashes.
-pub(crate) fn encode(plan: &FilterPlan, hashes: impl Iterator<Item = u64>) -> Vec<u8> {
-    let FilterPlan {
-        store,
-        hash_key_id,
-        generation,
-        keys_count,
-        run_crc,
-    } = *plan;
-    let blocks = (keys_count * BITS_PER_KEY)
-        .div_ceil(BLOCK_BYTES as u64 * 8)
-        .max(1);
-    let blocks_count = u32::try_from(blocks).unwrap_or(u32::MAX);
-    let mut words = vec![[0u32; 8]; usize::try_from(blocks_count).unwrap_or(0)];
-    for h in hashes {
-        let (block, masks) = place(h, blocks_count);
-        if let Some(block) = words.get_mut(block) {
+/// Gathers hashes into the blocks of a filter.
+#[derive(Debug)]
+pub(crate) struct FilterBuilder {
+    blocks: Vec<[u32; 8]>,
+}
+
+impl FilterBuilder {
+    /// Makes room for so many keys.
+    pub(crate) fn new(keys_max: u64) -> Self {
+        let blocks = (keys_max * BITS_PER_KEY)
+            .div_ceil(BLOCK_BYTES as u64 * 8)
+            .max(1);
+        let blocks = usize::try_from(blocks.min(u64::from(u32::MAX))).unwrap_or(1);
+        FilterBuilder {
+            blocks: vec![[0; 8]; blocks],
+        }
+    }
+
+    pub(crate) fn insert(&mut self, h: u64) {
+        let (block, masks) = place(h, to_u32(self.blocks.len()));
+        if let Some(block) = self.blocks.get_mut(block) {
             for (word, mask) in block.iter_mut().zip(masks) {
                 *word |= mask;
             }
         }
     }
-    let mut body = Vec::with_capacity(words.len() * BLOCK_BYTES);
-    for word in words.iter().flatten() {
-        body.put_u32(*word);
+
+    /// Returns the whole file.
+    pub(crate) fn finish(self, plan: &FilterPlan) -> Vec<u8> {
+        let mut out = Vec::with_capacity(FILTER_HEADER_BYTES + self.blocks.len() * BLOCK_BYTES);
+        out.put_zeros(FILTER_HEADER_BYTES);
+        for word in self.blocks.iter().flatten() {
+            out.put_u32(*word);
+        }
+        let body = out.get(FILTER_HEADER_BYTES..).unwrap_or_default();
+        let header = FilterHeader {
+            store: plan.store,
+            hash_key_id: plan.hash_key_id,
+            keys_count: plan.keys_count,
+            blocks_count: to_u32(self.blocks.len()),
+            generation: plan.generation,
+            body_crc: checksum(plan.seed, body),
+            run_crc: plan.run_crc,
+        };
+        for (to, from) in out.iter_mut().zip(header.encode()) {
+            *to = from;
+        }
+        out
     }
-    let body_crc = crc32fast::hash(&body);
-    let header = FilterHeader {
-        store,
-        hash_key_id,
-        keys_count,
-        blocks_count,
-        generation,
-        body_crc,
-        run_crc,
-    };
-    let mut out = header.encode();
-    out.put(&body);
-    out
+}
+
+/// Builds a whole filter file over these hashes.
+#[cfg(test)]
+fn encode(plan: &FilterPlan, hashes: impl Iterator<Item = u64>) -> Vec<u8> {
+    let mut builder = FilterBuilder::new(plan.keys_count);
+    hashes.for_each(|h| builder.insert(h));
+    builder.finish(plan)
 }
 
 /// Says whether the run may hold h; `false` is certain. A missing block counts as "may".
@@ -191,6 +212,7 @@ mod tests {
             generation: 3,
             keys_count,
             run_crc: 4,
+            seed: 5,
         }
     }
 
@@ -203,7 +225,7 @@ mod tests {
     #[test]
     fn a_filter_excludes_no_key_it_holds_and_almost_all_others() {
         let bytes = encode(&plan(10_000), hashes(10_000, 0));
-        let (header, body) = decode(&bytes).unwrap();
+        let (header, body) = decode(&bytes, 5).unwrap();
         assert_eq!(
             (header.keys_count, header.hash_key_id, header.generation),
             (10_000, 2, 3)
@@ -221,8 +243,8 @@ mod tests {
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(decode(&bad).is_err(), "bit {bit}");
+            assert!(decode(&bad, 5).is_err(), "bit {bit}");
         }
-        assert!(decode(&bytes[..bytes.len() - 1]).is_err());
+        assert!(decode(&bytes[..bytes.len() - 1], 5).is_err());
     }
 }

@@ -94,6 +94,11 @@ impl Hint {
         hint.drop_at_s = r.u32()?;
         let unsettled = to_usize(r.u32()?);
         let entries = to_usize(r.u32()?);
+        // Every record is indexed or superseded: other counts would overflow where they are used.
+        let records: u64 = hint.by_kind.iter().map(|count| u64::from(*count)).sum();
+        if records != entries as u64 + u64::from(hint.superseded_count) || unsettled > entries {
+            return Err(Malformed("counts do not add up"));
+        }
         let offset = |value: u32| {
             let inside = value < hint.end && value >= to_u32(SEGMENT_HEADER_BYTES);
             if inside && value.is_multiple_of(8) {
@@ -132,8 +137,8 @@ mod tests {
             end: 4096,
             last: 4000,
             trusted_ms: 5,
-            by_kind: [6; KIND_COUNT],
-            superseded_count: 7,
+            by_kind: [1; KIND_COUNT],
+            superseded_count: 18,
             drop_at_s: 8,
             unsettled: vec![(64, 1)],
             entries: vec![(9, 64), (10, 128)],
@@ -156,7 +161,7 @@ mod tests {
     fn offsets_outside_of_the_log_are_refused_even_with_a_good_checksum() {
         for bad in [0, 56, 65, 4096] {
             let mut hint = sample();
-            hint.entries = vec![(9, bad)];
+            hint.entries = vec![(9, bad), (10, 128)];
             assert!(Hint::decode(&hint.encode()).is_err(), "offset {bad}");
         }
     }

@@ -8,13 +8,14 @@ use crate::clock::Anchor;
 use crate::key::NamespaceKind;
 use crate::options::{SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN};
 use crate::position::OFFSET_BITS;
+use crate::stamp::GENERATION_MAX;
 
 pub(crate) const MAGIC: [u8; 8] = *b"idemlogM";
 /// The largest manifest that is read: about a million segments.
 pub(crate) const MANIFEST_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
-/// The largest counter, id or time in milliseconds: 41 bits of segment ids fit a position.
-const NUMBER_MAX: u64 = (1 << 41) - 1;
+/// The largest counter or segment id: ids have 41 bits in a position.
+const ID_MAX: u64 = (1 << 41) - 2;
 
 /// One namespace of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -267,22 +268,17 @@ fn decode_segment(r: &mut Reader<'_>) -> Result<SegmentEntry, Malformed> {
 /// Counters that only rise start small: a number near the end of its range is no number of ours,
 /// and would overflow where it is counted on.
 fn check_numbers(m: &Manifest) -> Result<(), Malformed> {
-    let counters = [
-        m.edit,
-        m.segment_next,
-        m.generation_reserved,
+    let ids = m.dropped.iter().copied().chain([m.edit, m.segment_next]);
+    let closed_in = m.closed_at.unwrap_or(0) >> OFFSET_BITS;
+    let runs = m.runs.iter().flat_map(|r| [r.lo, r.hi]);
+    let times = [
         m.anchor.boot_ms,
         m.anchor.trusted_ms,
         m.anchor.slack_used_ms,
     ];
-    let positions = m.closed_at.unwrap_or(0) >> OFFSET_BITS;
-    let ids = m.dropped.iter().copied().chain([positions]);
-    let runs = m.runs.iter().flat_map(|r| [r.lo, r.hi]);
-    if counters
-        .into_iter()
-        .chain(ids)
-        .chain(runs)
-        .any(|n| n > NUMBER_MAX)
+    if ids.chain(runs).chain([closed_in]).any(|n| n > ID_MAX)
+        || m.generation_reserved > GENERATION_MAX - 1_000_000
+        || times.into_iter().any(|t| t > u64::MAX / 2)
     {
         return Err(Malformed("number out of range"));
     }

@@ -107,6 +107,8 @@ pub(crate) struct RunHeader {
     pub(crate) hashes_count: u64,
     /// Index entries of the segments that a later one of the same run supersedes.
     pub(crate) superseded_count: u64,
+    /// Segments whose entries it holds: fewer than the range where some were dropped before.
+    pub(crate) segments_count: u32,
 }
 
 impl RunHeader {
@@ -130,6 +132,7 @@ impl RunHeader {
         out.put_u64(self.hashes_count);
         out.put_u64(self.superseded_count);
         out.put_u32(self.spill_pages);
+        out.put_u32(self.segments_count);
         out.put_zeros(PAGE_BYTES - 4 - out.len());
         put_crc_at_end(&mut out);
         out
@@ -164,6 +167,7 @@ impl RunHeader {
             hashes_count: r.u64()?,
             superseded_count: r.u64()?,
             spill_pages: r.u32()?,
+            segments_count: r.u32()?,
         };
         header.geometry.check()?;
         if header.file_bytes() != bytes.len() as u64 {
@@ -190,11 +194,12 @@ pub(crate) struct Page<'a> {
 }
 
 impl<'a> Page<'a> {
-    /// Reads the page, comparing its checksum unless the caller has done so before.
-    pub(crate) fn read(bytes: &'a [u8], number: u32, verify: bool) -> Result<Self, Malformed> {
+    /// Reads the page, comparing its checksum unless the caller has done so before (`seed` of
+    /// `None`).
+    pub(crate) fn read(bytes: &'a [u8], number: u32, seed: Option<u32>) -> Result<Self, Malformed> {
         let mut r = Reader::new(bytes);
         let crc = r.u32()?;
-        if verify && crc32fast::hash(r.rest()) != crc {
+        if seed.is_some_and(|seed| checksum(seed, r.rest()) != crc) {
             return Err(Malformed("page checksum differs"));
         }
         if r.u32()? != number {
@@ -221,7 +226,7 @@ impl<'a> Page<'a> {
 }
 
 /// Appends one page of slots, in ascending order.
-pub(crate) fn encode_page(out: &mut Vec<u8>, number: u32, slots: &[u64], overflow: u32) {
+pub(crate) fn encode_page(out: &mut Vec<u8>, seed: u32, number: u32, slots: &[u64], overflow: u32) {
     let start = out.len();
     out.put_u32(0);
     out.put_u32(number);
@@ -232,8 +237,24 @@ pub(crate) fn encode_page(out: &mut Vec<u8>, number: u32, slots: &[u64], overflo
         out.put_u64(*slot);
     }
     out.put_zeros(PAGE_BYTES - (out.len() - start));
-    let crc = crc32fast::hash(out.get(start + 4..).unwrap_or_default());
+    let crc = checksum(seed, out.get(start + 4..).unwrap_or_default());
     set_u32(out, start, crc);
+}
+
+/// The seed of all checksums of one run and its filter: bytes of another run never validate.
+pub(crate) fn run_seed(store: StoreId, lo: u64, hi: u64, generation: u32) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    hasher.update(&store);
+    hasher.update(&lo.to_le_bytes());
+    hasher.update(&hi.to_le_bytes());
+    hasher.update(&generation.to_le_bytes());
+    hasher.finalize()
+}
+
+pub(crate) fn checksum(seed: u32, bytes: &[u8]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new_with_initial(seed);
+    hasher.update(bytes);
+    hasher.finalize()
 }
 
 /// Returns the page count as kept in page headers.
@@ -288,20 +309,22 @@ mod tests {
             slots_count: 10,
             hashes_count: 9,
             superseded_count: 8,
+            segments_count: 2,
         };
         let mut bytes = header.encode();
-        encode_page(&mut bytes, 0, &[7, 8, 9], 0);
+        encode_page(&mut bytes, 6, 0, &[7, 8, 9], 0);
         assert_eq!(RunHeader::decode(&bytes), Ok(header));
-        let page = Page::read(&bytes[PAGE_BYTES..], 0, true).unwrap();
+        let page = Page::read(&bytes[PAGE_BYTES..], 0, Some(6)).unwrap();
         assert_eq!((page.count(), page.slot(2), page.overflow), (3, 9, 0));
-        assert!(Page::read(&bytes[PAGE_BYTES..], 1, true).is_err());
+        assert!(Page::read(&bytes[PAGE_BYTES..], 1, Some(6)).is_err());
+        assert!(Page::read(&bytes[PAGE_BYTES..], 0, Some(7)).is_err());
         for at in 0..PAGE_BYTES {
             let mut bad = bytes.clone();
             bad[at] ^= 1;
             assert!(RunHeader::decode(&bad).is_err());
             let mut bad = bytes[PAGE_BYTES..].to_vec();
             bad[at] ^= 1;
-            assert!(Page::read(&bad, 0, true).is_err());
+            assert!(Page::read(&bad, 0, Some(6)).is_err());
         }
     }
 }

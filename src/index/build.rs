@@ -1,10 +1,15 @@
 //! Builds index runs and their filters.
 
-use crate::format::filter::FilterPlan;
+use std::io;
+
+use crate::format::filter::{FilterBuilder, FilterPlan};
 use crate::format::run::{
-    Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number,
+    Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number, run_seed,
 };
-use crate::format::{StoreId, filter, to_u32};
+use crate::format::{StoreId, to_u32};
+
+/// Pages are handed on in chunks of so many bytes.
+const CHUNK_BYTES: usize = 1024 * 1024;
 
 /// One index entry: hash, segment number counted from the run's first, offset.
 pub(crate) type IndexEntry = (u64, u64, u32);
@@ -19,6 +24,7 @@ pub(crate) struct RunPlan {
     pub(crate) generation: u32,
     pub(crate) segment_bytes: u32,
     pub(crate) superseded_count: u64,
+    pub(crate) segments_count: u32,
 }
 
 /// The two files of one run.
@@ -31,56 +37,146 @@ pub(crate) struct BuiltRun {
 /// Builds the files of a run over these entries, which ascend by (hash, segment, offset).
 pub(crate) fn build(plan: &RunPlan, entries: &[IndexEntry]) -> BuiltRun {
     let segments = plan.hi - plan.lo + 1;
-    let geometry = Geometry::plan(entries.len() as u64, segments, plan.segment_bytes);
-    let hashes = || {
-        entries
-            .chunk_by(|a, b| a.0 == b.0)
-            .filter_map(|same| same.first())
-            .map(|e| e.0)
+    let slots_count = entries.len() as u64;
+    let geometry = Geometry::plan(slots_count, segments, plan.segment_bytes);
+    let mut run = vec![0; PAGE_BYTES];
+    // Writing to memory does not fail.
+    let mut write = |bytes: &[u8], _at: u64| -> io::Result<()> {
+        run.extend_from_slice(bytes);
+        Ok(())
     };
-    let hashes_count = hashes().count() as u64;
-    let mut pages = Vec::new();
-    let mut spill = Vec::new();
-    let mut rest = entries;
-    for page in 0..geometry.pages {
-        let count = rest.partition_point(|e| geometry.home_page(e.0) == page);
-        let (mine, others) = rest.split_at_checked(count).unwrap_or((rest, &[]));
-        rest = others;
-        let slots: Vec<u64> = mine.iter().map(|e| geometry.slot(e.0, e.1, e.2)).collect();
-        encode_with_spill(&mut pages, &mut spill, geometry.pages, page, &slots);
+    let mut writer = RunWriter::new(plan, geometry, slots_count, &mut write);
+    let written = entries
+        .iter()
+        .try_for_each(|entry| writer.push(*entry))
+        .and_then(|()| writer.finish(plan));
+    let (header, filter) =
+        written.map_or_else(|_never| (Vec::new(), Vec::new()), |w| (w.header, w.filter));
+    for (to, from) in run.iter_mut().zip(header) {
+        *to = from;
     }
-    let header = RunHeader {
-        store: plan.store,
-        hash_key_id: plan.hash_key_id,
-        lo: plan.lo,
-        hi: plan.hi,
-        generation: plan.generation,
-        geometry,
-        spill_pages: to_u32(spill.len() / PAGE_BYTES),
-        slots_count: entries.len() as u64,
-        hashes_count,
-        superseded_count: plan.superseded_count,
-    };
-    let mut run = header.encode();
-    run.append(&mut pages);
-    run.append(&mut spill);
-    let filter = filter::encode(
-        &FilterPlan {
+    BuiltRun { run, filter }
+}
+
+/// What a run's writer has made besides the pages: the header page, which goes to the front, and
+/// the filter file.
+#[derive(Debug)]
+pub(crate) struct WrittenRun {
+    pub(crate) header: Vec<u8>,
+    pub(crate) filter: Vec<u8>,
+}
+
+/// Streams the pages of a run in order.
+pub(crate) struct RunWriter<W> {
+    seed: u32,
+    geometry: Geometry,
+    write: W,
+    page: u64,
+    slots: Vec<u64>,
+    chunk: Vec<u8>,
+    chunk_at: u64,
+    spill: Vec<u8>,
+    filter: FilterBuilder,
+    slots_count: u64,
+    hashes_count: u64,
+    hash_before: Option<u64>,
+}
+
+impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
+    /// Starts behind the header page. `write` gets bytes and their offset, in order.
+    pub(crate) fn new(plan: &RunPlan, geometry: Geometry, slots_max: u64, write: W) -> Self {
+        RunWriter {
+            seed: run_seed(plan.store, plan.lo, plan.hi, plan.generation),
+            geometry,
+            write,
+            page: 0,
+            slots: Vec::with_capacity(PAGE_SLOTS),
+            chunk: Vec::with_capacity(CHUNK_BYTES + PAGE_BYTES),
+            chunk_at: PAGE_BYTES as u64,
+            spill: Vec::new(),
+            filter: FilterBuilder::new(slots_max),
+            slots_count: 0,
+            hashes_count: 0,
+            hash_before: None,
+        }
+    }
+
+    /// Adds an entry; entries ascend.
+    pub(crate) fn push(&mut self, (h, ordinal, offset): IndexEntry) -> io::Result<()> {
+        while self.geometry.home_page(h) > self.page {
+            self.end_page()?;
+        }
+        self.slots.push(self.geometry.slot(h, ordinal, offset));
+        self.slots_count += 1;
+        if self.hash_before != Some(h) {
+            self.hash_before = Some(h);
+            self.hashes_count += 1;
+            self.filter.insert(h);
+        }
+        Ok(())
+    }
+
+    fn end_page(&mut self) -> io::Result<()> {
+        let pages = self.geometry.pages;
+        encode_with_spill(
+            (&mut self.chunk, &mut self.spill),
+            self.seed,
+            pages,
+            self.page,
+            &self.slots,
+        );
+        self.slots.clear();
+        self.page += 1;
+        if self.chunk.len() >= CHUNK_BYTES {
+            self.flush()
+        } else {
+            Ok(())
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        (self.write)(&self.chunk, self.chunk_at)?;
+        self.chunk_at += self.chunk.len() as u64;
+        self.chunk.clear();
+        Ok(())
+    }
+
+    pub(crate) fn finish(mut self, plan: &RunPlan) -> io::Result<WrittenRun> {
+        while self.page < self.geometry.pages {
+            self.end_page()?;
+        }
+        self.flush()?;
+        (self.write)(&self.spill, self.chunk_at)?;
+        let header = RunHeader {
+            store: plan.store,
+            hash_key_id: plan.hash_key_id,
+            lo: plan.lo,
+            hi: plan.hi,
+            generation: plan.generation,
+            geometry: self.geometry,
+            spill_pages: to_u32(self.spill.len() / PAGE_BYTES),
+            slots_count: self.slots_count,
+            hashes_count: self.hashes_count,
+            superseded_count: plan.superseded_count,
+            segments_count: plan.segments_count,
+        };
+        let header = header.encode();
+        let filter = self.filter.finish(&FilterPlan {
             store: plan.store,
             hash_key_id: plan.hash_key_id,
             generation: plan.generation,
-            keys_count: hashes_count,
-            run_crc: header_crc(&run),
-        },
-        hashes(),
-    );
-    BuiltRun { run, filter }
+            keys_count: self.hashes_count,
+            run_crc: header_crc(&header),
+            seed: self.seed,
+        });
+        Ok(WrittenRun { header, filter })
+    }
 }
 
 /// Writes a home page; what does not fit goes to a chain of spill pages.
 fn encode_with_spill(
-    pages: &mut Vec<u8>,
-    spill: &mut Vec<u8>,
+    (pages, spill): (&mut Vec<u8>, &mut Vec<u8>),
+    seed: u32,
     home_pages: u64,
     page: u64,
     slots: &[u64],
@@ -90,12 +186,12 @@ fn encode_with_spill(
     let next_spill = |spill: &Vec<u8>| to_u32(spill.len() / PAGE_BYTES) + 1;
     let mut left = chunks.len();
     let overflow = if left > 0 { next_spill(spill) } else { 0 };
-    encode_page(pages, page_number(page), first, overflow);
+    encode_page(pages, seed, page_number(page), first, overflow);
     for chunk in chunks {
         left -= 1;
         let number = page_number(home_pages).saturating_add(next_spill(spill) - 1);
         let overflow = if left > 0 { next_spill(spill) + 1 } else { 0 };
-        encode_page(spill, number, chunk, overflow);
+        encode_page(spill, seed, number, chunk, overflow);
     }
 }
 
@@ -114,6 +210,7 @@ mod tests {
             generation: 0,
             segment_bytes: 65_536,
             superseded_count: 0,
+            segments_count: 1,
         }
     }
 

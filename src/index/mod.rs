@@ -3,6 +3,7 @@
 
 pub(crate) mod active;
 pub(crate) mod build;
+pub(crate) mod merge;
 pub(crate) mod run;
 
 use std::hash::Hasher;

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::Malformed;
 use crate::format::filter::{self, FilterHeader};
-use crate::format::run::{PAGE_BYTES, Page, RunHeader, header_crc, page_number};
+use crate::format::run::{PAGE_BYTES, Page, RunHeader, header_crc, page_number, run_seed};
 use crate::vfs::Map;
 
 /// A run whose header and filter were verified; pages are verified when first read.
@@ -14,6 +14,8 @@ pub(crate) struct Run {
     pub(crate) header: RunHeader,
     filter_map: Map,
     filter: FilterHeader,
+    /// Seed of the pages' checksums.
+    seed: u32,
     /// One bit a page. Relaxed: a page verified twice is only wasted work.
     verified: Vec<AtomicU64>,
 }
@@ -23,7 +25,8 @@ impl Run {
     pub(crate) fn open(map: Map, filter_map: Map) -> Result<Run, Malformed> {
         map.advise_random();
         let header = RunHeader::decode(&map)?;
-        let (filter, _) = filter::decode(&filter_map)?;
+        let seed = run_seed(header.store, header.lo, header.hi, header.generation);
+        let (filter, _) = filter::decode(&filter_map, seed)?;
         let same = filter.store == header.store
             && filter.hash_key_id == header.hash_key_id
             && filter.generation == header.generation
@@ -39,6 +42,7 @@ impl Run {
             header,
             filter_map,
             filter,
+            seed,
             verified,
         })
     }
@@ -94,6 +98,20 @@ impl Run {
         Ok(())
     }
 
+    /// Returns the slots of a home page and of the spill pages that continue it, ascending.
+    pub(crate) fn page_slots(&self, home: u64) -> Result<Vec<u64>, Malformed> {
+        let mut slots = Vec::new();
+        let mut page = self.page(home)?;
+        for _ in 0..=self.header.spill_pages {
+            slots.extend((0..page.count()).map(|index| page.slot(index)));
+            if page.overflow == 0 {
+                break;
+            }
+            page = self.page(self.header.geometry.pages + u64::from(page.overflow) - 1)?;
+        }
+        Ok(slots)
+    }
+
     /// Reads a page, verifying it the first time.
     fn page(&self, page: u64) -> Result<Page<'_>, Malformed> {
         let at = usize::try_from(page + 1)
@@ -107,7 +125,7 @@ impl Run {
         let word = word.ok_or(Malformed("page behind the end"))?;
         let bit = 1u64 << (page % 64);
         let known = word.load(Ordering::Relaxed) & bit != 0;
-        let read = Page::read(bytes, page_number(page), !known)?;
+        let read = Page::read(bytes, page_number(page), (!known).then_some(self.seed))?;
         if !known {
             word.fetch_or(bit, Ordering::Relaxed);
         }
@@ -115,7 +133,6 @@ impl Run {
     }
 
     /// Verifies every page and every count.
-    #[cfg(test)]
     pub(crate) fn check_whole(&self) -> Result<(), Malformed> {
         let mut slots = 0;
         for page in 0..self.header.geometry.pages + u64::from(self.header.spill_pages) {

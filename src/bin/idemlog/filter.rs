@@ -160,7 +160,10 @@ impl Job<'_> {
     fn emit_once(&mut self, items: Vec<Item>) -> Result<(Vec<Item>, Duration), Stop> {
         let store = self.common.open(true)?;
         let name = self.common.namespace_or(NAMESPACE_EMIT);
-        let options = NamespaceOptions::new().retention(self.options.retain);
+        // No outcome: else room for one is kept free for every line of the batch.
+        let options = NamespaceOptions::new()
+            .retention(self.options.retain)
+            .outcome_bytes_max(0);
         let space = store.namespace::<Repeatable>(name, options)?;
         let keys: Vec<_> = items.iter().map(|item| &item.key).collect();
         let verdicts = space.claim_many(&keys, &ClaimOptions::new())?;

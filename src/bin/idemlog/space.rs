@@ -16,10 +16,6 @@ use crate::exit::Stop;
 /// The namespace of every command but `filter`, unless `--namespace` says otherwise.
 pub(crate) const NAMESPACE_DEFAULT: &str = "default";
 
-/// The size of segments that commands make: each open reads the newest one again, and each
-/// command, or batch of a filter, opens anew. At 4 MiB that is about 30 ms.
-const SEGMENT_BYTES: u32 = 4 * 1024 * 1024;
-
 impl Common {
     /// Opens the store; a missing one is created only if `create` says so.
     pub(crate) fn open(&self, create: bool) -> std::result::Result<DedupLog, Stop> {
@@ -33,7 +29,7 @@ impl Common {
         let options = Options::new()
             .create(create)
             .lock_timeout(self.lock_timeout);
-        Ok(options.segment_bytes(SEGMENT_BYTES).open(path)?)
+        Ok(options.open(path)?)
     }
 
     pub(crate) fn store_path(&self) -> std::result::Result<&Path, Stop> {

@@ -1,0 +1,234 @@
+//! Merging index runs, so that a look-up asks few filters. The log is not touched.
+//!
+//! Rules: only adjacent runs are merged, four or more of about the same span; no merged run spans
+//! more than an eighth of the live segments (at least four), so that expiry does not wait for a
+//! large run to die; a run of which more than a quarter of the segments are gone is written anew.
+//! The work is done without any lock on immutable inputs; one manifest edit replaces them. Killed
+//! before it, the new files are orphans; killed after it, the old ones are.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+
+use super::Engine;
+use super::catalog::remove_if_there;
+use super::core::{Part, View};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::RunEntry;
+use crate::format::names::FileName;
+use crate::format::to_u32;
+use crate::index::build::RunPlan;
+use crate::index::merge::{MergeError, merge};
+use crate::index::run::Run;
+use crate::vfs::{Access, Dir};
+
+/// Runs of one tier that are merged together.
+const FAN_IN: usize = 4;
+/// The widest run: the reach of a slot's segment ordinal.
+const SPAN_MAX: u64 = 512;
+
+impl Engine {
+    /// Merges once, if anything is due. Says whether it did.
+    pub(crate) fn merge_once(&self) -> Result<bool> {
+        let view = {
+            let core = self.core();
+            if core.closed || self.poisoned().is_some() {
+                return Ok(false);
+            }
+            Arc::clone(&core.view)
+        };
+        let Some(inputs) = choose(&view) else {
+            return Ok(false);
+        };
+        let plan = self.plan_merge(&view, &inputs);
+        let runs: Vec<&Run> = inputs.iter().map(|part| &part.run).collect();
+        let is_live = |segment: u64| view.sealed.contains_key(&segment);
+        let stopping = || self.background.is_stopping();
+        let merged = install_merged(self.dir.as_ref(), &plan, &runs, is_live, stopping);
+        let run = match merged {
+            Ok(run) => run,
+            Err(Failed::Input(error)) => {
+                // Whichever input it was: each is checked and built again if it is damaged.
+                for part in inputs.iter().filter(|part| part.run.check_whole().is_err()) {
+                    part.mark_damaged();
+                }
+                self.background.wake();
+                return Err(error);
+            }
+            Err(Failed::Output(error)) => return Err(error),
+        };
+        self.replace_runs(&inputs, run)
+    }
+
+    fn plan_merge(&self, view: &View, inputs: &[Arc<Part>]) -> RunPlan {
+        let lo = inputs.iter().map(|p| p.run.header.lo).min().unwrap_or(0);
+        let hi = inputs.iter().map(|p| p.run.header.hi).max().unwrap_or(0);
+        let live: Vec<(u64, u32)> = view
+            .sealed
+            .range(lo..=hi)
+            .map(|(id, s)| (*id, s.segment.bytes))
+            .collect();
+        let generation = inputs.iter().map(|p| p.run.header.generation).max();
+        let segment_bytes = live.iter().map(|(_, bytes)| *bytes).max();
+        RunPlan {
+            store: self.store,
+            hash_key_id: self.hash.id(),
+            lo: live.first().map_or(lo, |(id, _)| *id),
+            hi: live.last().map_or(hi, |(id, _)| *id),
+            generation: generation.unwrap_or(0).wrapping_add(1),
+            segment_bytes: segment_bytes.unwrap_or(self.options.segment_bytes),
+            superseded_count: inputs.iter().map(|p| p.run.header.superseded_count).sum(),
+            segments_count: to_u32(live.len()),
+        }
+    }
+
+    /// Puts the merged run in the place of its inputs. `false`: they have changed meanwhile.
+    fn replace_runs(&self, inputs: &[Arc<Part>], run: Run) -> Result<bool> {
+        let mut upkeep = self.maintenance();
+        let is_input = |part: &Arc<Part>| inputs.iter().any(|input| Arc::ptr_eq(input, part));
+        let entry = run_entry(&run);
+        let still = {
+            let core = self.core();
+            !core.closed
+                && core.view.parts.iter().filter(|part| is_input(part)).count() == inputs.len()
+        };
+        if !still {
+            upkeep.left.extend(file_names(entry));
+            return Ok(false);
+        }
+        let gone: Vec<RunEntry> = inputs.iter().map(|part| run_entry(&part.run)).collect();
+        self.edit_manifest(|manifest| {
+            manifest.runs.retain(|run| !gone.contains(run));
+            manifest.runs.push(entry);
+            manifest.runs.sort_by_key(|run| run.lo);
+        })?;
+        let mut core = self.core();
+        let mut view = View::clone(&core.view);
+        view.parts.retain(|part| !is_input(part));
+        let at = view
+            .parts
+            .partition_point(|part| part.run.header.lo > entry.lo);
+        let part = Part {
+            run,
+            damaged: AtomicBool::new(false),
+        };
+        view.parts.insert(at, Arc::new(part));
+        core.view = Arc::new(view);
+        drop(core);
+        self.counters.merges.add(1);
+        upkeep.left.extend(gone.into_iter().flat_map(file_names));
+        self.remove_left(&mut upkeep)?;
+        Ok(true)
+    }
+}
+
+pub(super) fn run_entry(run: &Run) -> RunEntry {
+    let header = &run.header;
+    RunEntry {
+        lo: header.lo,
+        hi: header.hi,
+        generation: header.generation,
+    }
+}
+
+pub(super) fn file_names(RunEntry { lo, hi, generation }: RunEntry) -> [FileName; 2] {
+    [
+        FileName::Run { lo, hi, generation },
+        FileName::Filter { lo, hi, generation },
+    ]
+}
+
+/// Chooses runs to merge, newest first; `None` if nothing is due.
+fn choose(view: &View) -> Option<Vec<Arc<Part>>> {
+    let live = |part: &Part| {
+        let header = &part.run.header;
+        view.sealed.range(header.lo..=header.hi).count() as u64
+    };
+    let usable = |part: &&Arc<Part>| !part.is_damaged();
+    let dying = view.parts.iter().filter(usable).find(|part| {
+        let held = u64::from(part.run.header.segments_count);
+        let live = live(part);
+        live > 0 && held.saturating_sub(live) * 4 > held
+    });
+    if let Some(part) = dying {
+        return Some(vec![Arc::clone(part)]);
+    }
+    let span_max = (view.sealed.len() as u64 / 8).clamp(FAN_IN as u64, SPAN_MAX);
+    // Tiers grow by the fan-in: runs of one segment, of 4, of 16.
+    let tier = |part: &Part| live(part).max(1).ilog(FAN_IN as u64);
+    view.parts.windows(FAN_IN).rev().find_map(|window| {
+        let first = window.first()?;
+        let same = window
+            .iter()
+            .all(|part| tier(part) == tier(first) && !part.is_damaged());
+        let span = first.run.header.hi - window.last()?.run.header.lo + 1;
+        (same && span <= span_max).then(|| window.to_vec())
+    })
+}
+
+enum Failed {
+    Input(Error),
+    Output(Error),
+}
+
+/// Writes the two files of a merged run and opens them.
+fn install_merged(
+    dir: &dyn Dir,
+    plan: &RunPlan,
+    inputs: &[&Run],
+    is_live: impl Fn(u64) -> bool,
+    stopping: impl Fn() -> bool,
+) -> std::result::Result<Run, Failed> {
+    let (lo, hi, generation) = (plan.lo, plan.hi, plan.generation);
+    let temporary = |filter: bool| {
+        FileName::Temporary {
+            lo,
+            hi,
+            generation,
+            filter,
+        }
+        .to_string()
+    };
+    let output = |e| Failed::Output(Error::io("merging index runs failed; the log is intact", e));
+    let create = |name: &str| {
+        remove_if_there(dir, name)?;
+        dir.open(name, Access::Create)
+    };
+    let file = create(&temporary(false)).map_err(output)?;
+    let merged = merge(plan, inputs, is_live, |bytes, at| {
+        // A close does not wait for a merge.
+        if stopping() {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        file.write_at(bytes, at)
+    });
+    let merged = merged.map_err(|why| match why {
+        MergeError::Io(error) => output(error),
+        MergeError::Malformed(why) => Failed::Input(Error::new(
+            ErrorKind::Damaged,
+            format!("index run is damaged and is being rebuilt: {}", why.0),
+        )),
+    });
+    let merged = match merged {
+        Ok(merged) => merged,
+        Err(failed) => {
+            remove_if_there(dir, &temporary(false)).unwrap_or_default();
+            return Err(failed);
+        }
+    };
+    let finish = || {
+        file.write_at(&merged.header, 0)?;
+        file.sync()?;
+        let filter = create(&temporary(true))?;
+        filter.write_at(&merged.filter, 0)?;
+        filter.sync()?;
+        let [run, filter] = file_names(RunEntry { lo, hi, generation }).map(|n| n.to_string());
+        dir.rename(&temporary(false), &run)?;
+        dir.rename(&temporary(true), &filter)?;
+        dir.sync()?;
+        let run = dir.open(&run, Access::Read)?.map()?;
+        Ok((run, dir.open(&filter, Access::Read)?.map()?))
+    };
+    let (run, filter) = finish().map_err(output)?;
+    Run::open(run, filter).map_err(|why| Failed::Input(Error::new(ErrorKind::Damaged, why.0)))
+}

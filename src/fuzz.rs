@@ -1,0 +1,427 @@
+//! Bodies of the fuzz targets. Each takes arbitrary bytes and panics when a rule is broken; the
+//! targets in `fuzz/` call them, and `tests/corpus.rs` replays the committed inputs.
+#![expect(
+    clippy::missing_panics_doc,
+    reason = "a panic is how a body says that a rule was broken"
+)]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use crate::clock::ManualClock;
+use crate::format::filter;
+use crate::format::hint::Hint;
+use crate::format::le::{put_crc_at_end, set_u32};
+use crate::format::manifest::Manifest;
+use crate::format::record::{Frame, Record};
+use crate::index::run::Run;
+use crate::log::replay::{Replay, proven_behind};
+use crate::vfs::sim::{PowerCut, SimDisk};
+use crate::vfs::{Access, Map};
+use crate::{
+    ClaimVerdict, DedupLog, ErrorKind, Filter, KeyState, Namespace, NamespaceOptions, Observed,
+    Options, Repeatable, Result, Retention, ZeroFill,
+};
+
+const START_MS: u64 = 1_700_000_000_000;
+/// The largest segment id that the engine hands to a run.
+const ID_MAX: u64 = 1 << 41;
+
+/// Frames: verified or refused, and what is read is what is written again.
+pub fn record(data: &[u8]) {
+    let Some((seed, bytes)) = data.split_first_chunk::<4>() else {
+        return;
+    };
+    let seed = u32::from_le_bytes(*seed);
+    parse_frame(bytes, seed);
+    let mut fixed = bytes.to_vec();
+    if let Some(claimed) = crate::format::record::claimed_bytes(&fixed)
+        && let Some(frame) = fixed.get(4..claimed)
+    {
+        let mut hasher = crc32fast::Hasher::new_with_initial(seed);
+        hasher.update(frame);
+        set_u32(&mut fixed, 0, hasher.finalize());
+    }
+    parse_frame(&fixed, seed);
+    assert!(Replay::new(bytes, seed).count() <= bytes.len());
+    proven_behind(bytes, seed, 64);
+}
+
+fn parse_frame(bytes: &[u8], seed: u32) {
+    let Ok(frame) = Frame::verify(bytes, seed) else {
+        return;
+    };
+    assert!(frame.len() <= bytes.len());
+    let _unused = (frame.sync_mark().is_ok(), frame.seal().is_ok());
+    if let Ok(list) = frame.unsettled() {
+        assert!(list.len() * 4 <= frame.len());
+    }
+    if let Ok(record) = frame.record() {
+        let mut again = Vec::new();
+        record.encode(&mut again, seed);
+        let same = Frame::verify(&again, seed).map(|frame| frame.record() == Ok(record));
+        assert_eq!(same, Ok(true), "a record changes when it is written again");
+        sizes(&record, &again);
+    }
+}
+
+fn sizes(record: &Record<'_>, encoded: &[u8]) {
+    assert_eq!(
+        record.frame_bytes(),
+        encoded.len(),
+        "size said and size written"
+    );
+}
+
+/// Manifests, with the checksum as given and with the right one.
+pub fn manifest(data: &[u8]) {
+    let mut fixed = data.to_vec();
+    put_crc_at_end(&mut fixed);
+    for bytes in [data, &fixed] {
+        if let Ok(manifest) = Manifest::decode(bytes) {
+            let again = Manifest::decode(&manifest.encode());
+            assert_eq!(
+                again,
+                Ok(manifest),
+                "a manifest changes when it is written again"
+            );
+        }
+    }
+}
+
+/// Runs with their filters: the first two bytes say where the filter starts.
+pub fn page(data: &[u8]) {
+    let Some((at, bytes)) = data.split_first_chunk::<2>() else {
+        return;
+    };
+    let at = usize::from(u16::from_le_bytes(*at));
+    let (filter, run) = bytes.split_at_checked(at).unwrap_or((bytes, &[]));
+    let (Some(run), Some(filter)) = (map(run), map(filter)) else {
+        return;
+    };
+    let Ok(run) = Run::open(run, filter) else {
+        return;
+    };
+    let _unused = run.check_whole();
+    if run.header.lo < ID_MAX && run.header.hi < ID_MAX {
+        let mut places = Vec::new();
+        for h in (0..64).map(|n| n << 38).chain([(1 << 44) - 1]) {
+            let _unused = (run.find(h, &mut places).is_ok(), run.may_contain(h));
+        }
+    }
+}
+
+fn map(bytes: &[u8]) -> Option<Map> {
+    let disk = SimDisk::memory();
+    disk.write_file("f", bytes);
+    disk.dir().open("f", Access::Read).ok()?.map().ok()
+}
+
+/// Filter files and hints, with the checksum as given and with the right one.
+pub fn filter(data: &[u8]) {
+    let mut fixed = data.get(..60).unwrap_or(data).to_vec();
+    put_crc_at_end(&mut fixed);
+    fixed.extend_from_slice(data.get(64..).unwrap_or_default());
+    for bytes in [data, &fixed] {
+        if let Ok((header, body)) = filter::decode(bytes, 0) {
+            for h in (0..64).map(|n| n << 38) {
+                filter::may_contain(body, header.blocks_count, h);
+            }
+        }
+    }
+    let mut hint = data.to_vec();
+    put_crc_at_end(&mut hint);
+    for bytes in [data, &hint] {
+        if let Ok(hint) = Hint::decode(bytes) {
+            assert_eq!(Hint::decode(&hint.encode()), Ok(hint));
+        }
+    }
+}
+
+fn options(clock: &Arc<ManualClock>) -> Options {
+    Options::new()
+        .segment_bytes(4096)
+        .background(false)
+        .zero_fill(ZeroFill::Never)
+        .clock(Arc::clone(clock) as _)
+}
+
+fn small() -> NamespaceOptions {
+    NamespaceOptions::new().outcome_bytes_max(0)
+}
+
+/// Any directory: a small store, or nothing, with patches applied. Each patch is one byte for
+/// the file, one for what to do with it, two for the offset, one for a length, then bytes.
+///
+/// Opening answers or refuses; what it answers it answers again after a reopen.
+pub fn recovery(data: &[u8]) {
+    let Some((first, mut rest)) = data.split_first() else {
+        return;
+    };
+    let disk = if first % 4 == 0 {
+        SimDisk::memory()
+    } else {
+        reference().after_kill()
+    };
+    while let Some((head, tail)) = rest.split_first_chunk::<5>() {
+        let [file, what, low, high, len] = *head;
+        let (bytes, tail) = tail
+            .split_at_checked(usize::from(len))
+            .unwrap_or((tail, &[]));
+        rest = tail;
+        patch(
+            &disk,
+            file,
+            what,
+            usize::from(u16::from_le_bytes([low, high])),
+            bytes,
+        );
+    }
+    let clock = Arc::new(ManualClock::new(START_MS));
+    let Ok(log) = options(&clock).open_on(disk.dir()) else {
+        return;
+    };
+    let answers = ask(&log);
+    drop(log);
+    let log = options(&clock).open_on(disk.dir());
+    let log = log.unwrap_or_else(|error| panic!("opened once, then refused: {error}"));
+    for (before, after) in answers.into_iter().zip(ask(&log)) {
+        // A damaged run is rebuilt meanwhile: an error may turn into an answer.
+        assert!(
+            before.is_none() || before == after,
+            "{before:?} became {after:?}"
+        );
+    }
+}
+
+fn patch(disk: &SimDisk, file: u8, what: u8, offset: usize, bytes: &[u8]) {
+    let mut names = disk.file_names();
+    names.extend([
+        "MANIFEST".into(),
+        "MANIFEST.new".into(),
+        "seg-000000000009.log".into(),
+    ]);
+    let Some(name) = names.get(usize::from(file) % names.len()) else {
+        return;
+    };
+    let mut content = disk.read_file(name).unwrap_or_default();
+    match what % 5 {
+        0 => {
+            disk.remove_file(name);
+            return;
+        }
+        1 => content.truncate(offset),
+        2 => content.resize((content.len() + offset).min(1 << 17), what),
+        _ => {
+            let end = (offset + bytes.len()).max(content.len());
+            content.resize(end, 0);
+            if let Some(place) = content.get_mut(offset..offset + bytes.len()) {
+                place.copy_from_slice(bytes);
+            }
+            if what % 5 == 4 && name == "MANIFEST" {
+                content.truncate(content.len().saturating_sub(4));
+                put_crc_at_end(&mut content);
+            }
+        }
+    }
+    disk.write_file(name, content);
+}
+
+fn reference() -> &'static SimDisk {
+    static REFERENCE: OnceLock<SimDisk> = OnceLock::new();
+    REFERENCE.get_or_init(|| {
+        let disk = SimDisk::memory();
+        let clock = Arc::new(ManualClock::new(START_MS));
+        let log = must(options(&clock).open_on(disk.dir()));
+        let filter = must(log.filter("f", small()));
+        let keys: Vec<String> = (0..150).map(|n| format!("key-{n:040}")).collect();
+        for chunk in keys.chunks(5) {
+            must(filter.observe_many(chunk));
+        }
+        let jobs: Namespace<Repeatable> = must(log.namespace("j", small()));
+        drop(must(jobs.claim("held")).claim().map(|claim| claim.detach()));
+        must(log.maintain());
+        drop((filter, jobs));
+        must(log.close());
+        disk
+    })
+}
+
+fn must<T>(result: Result<T>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Asks for some keys; an error is no answer.
+fn ask(log: &DedupLog) -> Vec<Option<KeyState>> {
+    let Ok(filter) = log.filter("f", small()) else {
+        return Vec::new();
+    };
+    let _listed = (log.pending().is_ok(), log.in_doubt().is_ok());
+    let states = (0..40).map(|n| filter.get(format!("key-{:040}", n * 4)).ok());
+    let states = states.collect();
+    if let Ok(observed) = filter.observe("written by the fuzzer") {
+        let again = filter.observe("written by the fuzzer");
+        assert!(
+            matches!(again, Ok(Observed::Duplicate)),
+            "{observed:?}, then {again:?}"
+        );
+    }
+    let _done = log.maintain();
+    states
+}
+
+/// Calls, crashes, power cuts and clock steps against a map: each byte is one step.
+pub fn ops(data: &[u8]) {
+    let clock = Arc::new(ManualClock::new(START_MS));
+    let mut disk = SimDisk::new();
+    let mut model = Model::default();
+    let mut world = Some(World::open(&disk, &clock));
+    for byte in data.iter().take(300) {
+        let key = byte & 0x0f;
+        let open = world.take().unwrap_or_else(|| World::open(&disk, &clock));
+        match byte >> 4 {
+            0..=3 => model.observe(&open.filter, key, 60),
+            4 => model.observe(&open.sliding, key + 16, 60),
+            5 => {
+                let forgotten = must(open.filter.forget([b'k', key]));
+                assert!(forgotten.is_applied());
+                model.expires_ms.remove(&key);
+            }
+            6 => model.claim(&open.jobs, key, true),
+            7 => model.claim(&open.jobs, key, false),
+            8 => model.check(&open),
+            9 => must(open.log.maintain()),
+            10 => model.pass(&clock, u64::from(key) * 7_000),
+            11 => model.pass(&clock, 61_000),
+            // The wall clock alone may do what it likes within the slack's reach and beyond.
+            12 => clock.set_wall_ms(model.wall_ms.saturating_sub(u64::from(key) * 3_600_000)),
+            13 => {
+                drop(open);
+                continue;
+            }
+            14 => {
+                let killed = disk.after_kill();
+                drop(open);
+                disk = killed;
+                continue;
+            }
+            _ => {
+                let cut = disk.after_power_cut(&mut PowerCut::seeded(u64::from(key)));
+                drop(open);
+                disk = cut;
+                continue;
+            }
+        }
+        world = Some(open);
+    }
+    let open = world.take().unwrap_or_else(|| World::open(&disk, &clock));
+    model.check(&open);
+}
+
+struct World {
+    log: DedupLog,
+    filter: Filter,
+    sliding: Filter,
+    jobs: Namespace<Repeatable>,
+}
+
+impl World {
+    fn open(disk: &SimDisk, clock: &Arc<ManualClock>) -> World {
+        let log = must(options(clock).open_on(disk.dir()));
+        let minute = || small().retention(Duration::from_secs(60));
+        World {
+            filter: must(log.filter("f", minute())),
+            sliding: must(log.filter("s", minute().sliding(true))),
+            jobs: must(log.namespace("j", small().retention(Retention::Forever))),
+            log,
+        }
+    }
+}
+
+/// What the store must answer. Everything is asked at `Power`: no crash takes anything away.
+#[derive(Default)]
+struct Model {
+    passed_ms: u64,
+    wall_ms: u64,
+    /// Keys of the filters, those of the sliding one from 16 on, and when they expire.
+    expires_ms: BTreeMap<u8, u64>,
+    done: BTreeMap<u8, ()>,
+}
+
+impl Model {
+    fn pass(&mut self, clock: &ManualClock, ms: u64) {
+        self.passed_ms += ms;
+        self.wall_ms = START_MS + self.passed_ms;
+        clock.advance_ms(ms);
+        clock.set_wall_ms(self.wall_ms);
+    }
+
+    fn is_live(&self, key: u8) -> bool {
+        self.expires_ms
+            .get(&key)
+            .is_some_and(|at| *at > self.passed_ms)
+    }
+
+    fn observe(&mut self, filter: &Filter, key: u8, seconds: u64) {
+        let observed = must(filter.observe([b'k', key]));
+        assert_eq!(
+            observed.is_new(),
+            !self.is_live(key),
+            "key {key} at {} ms",
+            self.passed_ms
+        );
+        if observed.is_new() || key >= 16 {
+            let end = (self.passed_ms + seconds * 1000).next_multiple_of(1000);
+            self.expires_ms.insert(key, end);
+        }
+    }
+
+    fn claim(&mut self, jobs: &Namespace<Repeatable>, key: u8, commits: bool) {
+        match must(jobs.claim([b'k', key])) {
+            ClaimVerdict::Duplicate(_) => assert!(self.done.contains_key(&key), "key {key}"),
+            ClaimVerdict::New(mut claim) => {
+                assert!(!self.done.contains_key(&key), "key {key} is new again");
+                if commits {
+                    must(claim.commit(b"").map(drop));
+                    self.done.insert(key, ());
+                }
+            }
+            other => {
+                // A release that a crash took away leaves a claim without an owner.
+                let mut claim = other
+                    .claim()
+                    .unwrap_or_else(|| panic!("key {key} is stuck"));
+                assert!(!self.done.contains_key(&key));
+                must(claim.commit(b"").map(drop));
+                self.done.insert(key, ());
+            }
+        }
+    }
+
+    fn check(&self, world: &World) {
+        for key in 0..32 {
+            let filter = if key < 16 {
+                &world.filter
+            } else {
+                &world.sliding
+            };
+            let found = must(filter.get([b'k', key])) == KeyState::Seen;
+            assert_eq!(
+                found,
+                self.is_live(key),
+                "key {key} at {} ms",
+                self.passed_ms
+            );
+        }
+        for key in 0..16 {
+            let done = matches!(must(world.jobs.get([b'k', key])), KeyState::Done(_));
+            assert_eq!(done, self.done.contains_key(&key), "job {key}");
+        }
+        let empty = world.filter.observe("");
+        assert_eq!(
+            empty.err().map(|error| error.kind()),
+            Some(ErrorKind::Invalid)
+        );
+    }
+}
