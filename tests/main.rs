@@ -8,12 +8,34 @@
     clippy::print_stderr,
     clippy::disallowed_methods,
     clippy::missing_panics_doc,
+    clippy::result_large_err,
+    clippy::too_many_arguments,
+    clippy::type_complexity,
     missing_docs,
     unreachable_pub,
     reason = "a test that fails panics, prints its seed, and documents itself by its name"
 )]
 
+#[cfg(feature = "testing")]
+mod support;
 
+#[cfg(feature = "testing")]
+mod api;
 #[cfg(feature = "cli")]
 mod cli;
+#[cfg(feature = "testing")]
+mod clock;
+#[cfg(feature = "testing")]
+mod concurrent;
+#[cfg(feature = "testing")]
+mod corpus;
+#[cfg(feature = "testing")]
+mod crash;
+#[cfg(feature = "testing")]
+mod damage;
+#[cfg(feature = "testing")]
+mod golden;
 mod kill;
+#[cfg(feature = "testing")]
+mod model;
+mod tidy;

@@ -1,0 +1,4 @@
+//! Filter files and hints.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| idemlog::testing::fuzz::filter(data));

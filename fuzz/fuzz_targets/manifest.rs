@@ -1,0 +1,4 @@
+//! Manifests.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| idemlog::testing::fuzz::manifest(data));

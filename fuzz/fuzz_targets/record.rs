@@ -1,0 +1,4 @@
+//! Frames of the log.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| idemlog::testing::fuzz::record(data));
