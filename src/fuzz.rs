@@ -121,8 +121,10 @@ fn map(bytes: &[u8]) -> Option<Map> {
 /// Filter files and hints, with the checksum as given and with the right one.
 pub fn filter(data: &[u8]) {
     let mut fixed = data.get(..60).unwrap_or(data).to_vec();
+    let blocks = data.get(64..).unwrap_or_default();
+    set_u32(&mut fixed, 52, crc32fast::hash(blocks));
     put_crc_at_end(&mut fixed);
-    fixed.extend_from_slice(data.get(64..).unwrap_or_default());
+    fixed.extend_from_slice(blocks);
     for bytes in [data, &fixed] {
         if let Ok((header, body)) = filter::decode(bytes, 0) {
             for h in (0..64).map(|n| n << 38) {

@@ -34,6 +34,17 @@ pub(crate) struct Upkeep {
     pub(crate) end_before: Option<Position>,
 }
 
+/// Why a segment is prepared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Why {
+    /// For new keys: the bound on the log's size applies.
+    NewKeys,
+    /// For what is owed.
+    Owed,
+    /// The active segment ends early.
+    EndedEarly,
+}
+
 impl Upkeep {
     /// Takes the retired segment's id if its file has the size and nobody reads it any more.
     fn take_retired(&mut self, bytes: u32) -> Option<u64> {
@@ -58,22 +69,21 @@ impl Engine {
             core.next.is_empty() && core.is_half_full()
         };
         if due {
-            self.prepare_next(upkeep, 0, true)
+            self.prepare_next(upkeep, 0, Why::NewKeys)
         } else {
             Ok(())
         }
     }
 
     /// Makes the next segment, out of a retired one where there is one of the right size.
-    /// `for_new_keys`: the bound on the log's size applies.
     pub(crate) fn prepare_next(
         &self,
         upkeep: &mut Upkeep,
         frame_bytes: usize,
-        for_new_keys: bool,
+        why: Why,
     ) -> Result<()> {
-        let bytes = self.next_segment_bytes(frame_bytes);
-        if for_new_keys {
+        let bytes = self.next_segment_bytes(frame_bytes, why);
+        if why == Why::NewKeys {
             self.check_bound(upkeep, bytes)?;
         }
         let id = self.catalog().manifest().segment_next;
@@ -108,22 +118,23 @@ impl Engine {
         Ok(())
     }
 
-    /// Each segment is twice the former one, up to full size, and holds four of the largest frame
-    /// that an open claim may still write. A segment that ends early is not outgrown.
-    fn next_segment_bytes(&self, frame_bytes: usize) -> u32 {
+    /// Each segment is twice the former one, up to full size; it holds four of the largest frame
+    /// that an open claim may still write, and what all of them may. One that replaces a segment
+    /// that ended early, because everything in it had expired, is no larger than that.
+    fn next_segment_bytes(&self, frame_bytes: usize, why: Why) -> u32 {
         let core = self.core();
         let newest = core
             .next
             .back()
             .map_or(core.writer.segment.bytes, |next| next.bytes);
-        let grown = if core.is_half_full() {
-            newest.saturating_mul(2)
-        } else {
-            newest
-        };
+        let factor = if why == Why::EndedEarly { 1 } else { 2 };
         let frame_bytes = to_u32(frame_bytes).max(core.frame_bytes_max);
-        grown
+        let owed_bytes = u32::try_from(core.owed_bytes).unwrap_or(u32::MAX);
+        newest
+            .saturating_mul(factor)
             .max(frame_bytes.saturating_mul(4))
+            .max(owed_bytes)
+            .min(self.options.segment_bytes)
             .next_multiple_of(4096)
             .min(self.options.segment_bytes)
     }

@@ -509,6 +509,10 @@ fn replay_unsealed(
     let mut ended = false;
     let mut proven = manifest.closed_at.unwrap_or(0);
     for segment in &unsealed {
+        if ended && manifest.closed_at.is_some() {
+            // Behind the end of a log that was closed cleanly nothing was ever written.
+            continue;
+        }
         let image = read_image(segment)?;
         let mut valid = to_u32(SEGMENT_HEADER_BYTES);
         if !ended {
@@ -562,6 +566,11 @@ fn replay_unsealed(
 /// Makes sure that the disk holds exactly the log that was found (A, B).
 fn settle_log(gathered: &Gathered, report: &mut OpenReport) -> Result<()> {
     let proven = gathered.proven;
+    let (active, replayed) = &gathered.active;
+    if report.clean && proven == Position::new(active.id, replayed.end) {
+        // Closed cleanly: all of it was flushed, and nothing lies behind it.
+        return Ok(());
+    }
     for (segment, replayed) in gathered.frozen.iter().chain([&gathered.active]) {
         report.dropped_bytes += settle_segment(segment, replayed.end, proven)?;
     }

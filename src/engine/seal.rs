@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use super::Engine;
 use super::catalog::remove_if_there;
 use super::core::{Frozen, Need, Part, Room, Sealed, View};
-use super::prepare::Upkeep;
+use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{RunEntry, SealedEntry};
 use crate::format::names::FileName;
@@ -69,7 +69,11 @@ impl Engine {
                 return Ok(());
             }
             if !admits || prepared == 0 {
-                self.prepare_next(upkeep, room.frame_bytes, room.need != Need::Owed)?;
+                let why = match room.need {
+                    Need::New { .. } => Why::NewKeys,
+                    Need::Owed => Why::Owed,
+                };
+                self.prepare_next(upkeep, room.frame_bytes, why)?;
             }
             if !fits {
                 match self.seal_frozen() {

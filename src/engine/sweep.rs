@@ -14,7 +14,7 @@ use super::catalog::remove_if_there;
 use super::core::{Need, Older, Room, Sealed, View};
 use super::lookup::read_error;
 use super::merge::{file_names, run_entry};
-use super::prepare::Upkeep;
+use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
 use crate::format::names::FileName;
@@ -93,7 +93,7 @@ impl Engine {
             return Ok(());
         }
         if !prepared {
-            self.prepare_next(upkeep, 0, false)?;
+            self.prepare_next(upkeep, 0, Why::EndedEarly)?;
         }
         self.seal_frozen()?;
         self.roll()?;

@@ -285,11 +285,12 @@ impl Engine {
         512.min(to_usize(self.options.segment_bytes) / 8) + outcome
     }
 
-    /// Returns the log space that the owner of a claim may still need: one start or renewal with
-    /// evidence, and one end with the largest outcome or error.
+    /// Returns the log space that the owner of a claim may still need after its effect: one
+    /// renewal, and one end with the largest outcome or error. A start that finds no room is
+    /// refused before the effect, which is harmless.
     pub(crate) fn owed_bytes(&self, space: &Space, key: &[u8]) -> u64 {
         let state = HEADER_BYTES + STATE_BYTES + 2 + key.len() + 4 * PART_HEADER_BYTES + 16;
         let texts = self.evidence_bytes_max();
-        (2 * state + 2 * texts + space.options.outcome_bytes_max.max(texts)) as u64
+        (2 * state + space.options.outcome_bytes_max.max(texts)) as u64
     }
 }
