@@ -1,5 +1,5 @@
 #!/bin/sh
-# The main job on real input, judged by awk, sort and wc: what issue 2 says it must show.
+# The main job on real input, judged by awk, sort and wc: exactly once, over kills and rivals.
 # Usage: scripts/real_input.sh [idemlog binary]; prints PASS or FAIL lines, fails if one failed.
 set -u
 

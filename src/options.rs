@@ -149,7 +149,8 @@ pub enum Event {
 }
 
 /// A function called with each [`Event`], soon after it happened, on a background thread of the
-/// store (without background threads: inside `maintain`). It may call back into the store.
+/// store, or on the thread that calls `maintain` or `close`, with no lock held: it may call back
+/// into the store. At most 10,000 events wait for a callback that does not keep up.
 pub type EventCallback = Arc<dyn Fn(&Event) + Send + Sync>;
 
 /// A function called during a long recovery with (bytes read, bytes to read).

@@ -16,6 +16,14 @@ use crate::options::Event;
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 const PAUSE_MAX: Duration = Duration::from_secs(60);
 
+/// A task of its own thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Task {
+    Flush,
+    Sweep,
+    Merge,
+}
+
 /// What the threads wait for.
 #[derive(Debug, Default)]
 pub(crate) struct Signals {
@@ -121,7 +129,7 @@ fn flush_loop(engine: &Engine) {
         let result = engine.flush_due(unsynced >= per_sync);
         let pending = engine.syncer.durable() < engine.core().writer.written();
         unsynced = if pending { unsynced + 1 } else { 0 };
-        engine.note_background(&result);
+        engine.note_background(Task::Flush, &result);
         if result.is_err() && engine.poisoned().is_some() {
             return;
         }
@@ -144,7 +152,7 @@ fn sweep_loop(engine: &Engine) {
         } else {
             (pause * 2).min(PAUSE_MAX)
         };
-        engine.note_background(&result);
+        engine.note_background(Task::Sweep, &result);
         if result.is_err() && !engine.background.wait(pause, |_| false) {
             return;
         }
@@ -161,8 +169,8 @@ fn merge_loop(engine: &Engine) {
             Ok(false) => SWEEP_INTERVAL,
             Err(_) => (pause * 2).clamp(SWEEP_INTERVAL, PAUSE_MAX),
         };
-        if merged.is_err() && !engine.background.is_stopping() {
-            engine.note_background(&merged.map(|_| ()));
+        if !engine.background.is_stopping() {
+            engine.note_background(Task::Merge, &merged.map(|_| ()));
         }
     }
 }
@@ -180,7 +188,8 @@ impl Engine {
         if sync { self.sync_all() } else { Ok(()) }
     }
 
-    pub(crate) fn note_background(&self, result: &Result<()>) {
+    /// Keeps the newest failure of each task until that task succeeds.
+    fn note_background(&self, task: Task, result: &Result<()>) {
         let message = match result {
             Ok(()) => None,
             Err(error) if error.kind() == ErrorKind::Closed => None,
@@ -192,17 +201,23 @@ impl Engine {
                 message: message.clone(),
             });
         }
-        *self
-            .background_error
+        let mut errors = self
+            .background_errors
             .write()
-            .unwrap_or_else(PoisonError::into_inner) = message;
+            .unwrap_or_else(PoisonError::into_inner);
+        match message {
+            Some(message) => errors.insert(task, message),
+            None => errors.remove(&task),
+        };
     }
 
     pub(crate) fn background_error(&self) -> Option<String> {
-        self.background_error
+        self.background_errors
             .read()
             .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+            .values()
+            .next()
+            .cloned()
     }
 
     /// Ends the store for all handles: everything answered so far becomes durable, and the next

@@ -67,7 +67,8 @@ pub struct DedupLog {
 }
 
 impl Options {
-    /// Opens the store in this directory, creating it if it is missing (unless told otherwise).
+    /// Opens the store in this directory, creating it if it is missing (unless told otherwise);
+    /// the directory it lies in must exist.
     ///
     /// ```
     /// # let dir = tempfile::tempdir()?;
@@ -264,8 +265,8 @@ impl DedupLog {
     }
 
     /// Closes the store for all handles: everything answered so far becomes durable. Claims that
-    /// are still held end as if their owner had died. Guards keep the directory locked until they
-    /// are dropped.
+    /// are still held end as if their owner had died. Guards, ended ones as well, keep the
+    /// directory locked until they are dropped.
     ///
     /// # Errors
     /// `Poisoned`, `Io`: what was not durable before may be lost; the store is closed all the

@@ -196,7 +196,7 @@ fn install_merged(
     };
     let file = create(&temporary(false)).map_err(output)?;
     let merged = merge(plan, inputs, is_live, |bytes, at| {
-        // A close does not wait for a merge.
+        // A close waits for one chunk, not for the whole merge.
         if stopping() {
             return Err(io::ErrorKind::Interrupted.into());
         }

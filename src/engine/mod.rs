@@ -32,6 +32,7 @@ mod typed;
 mod update;
 pub(crate) mod verify;
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
@@ -78,7 +79,7 @@ pub(crate) struct Engine {
     clock_was_suspect: AtomicBool,
     /// What the callback is still to be told.
     events: Mutex<Vec<Event>>,
-    background_error: RwLock<Option<String>>,
+    background_errors: RwLock<BTreeMap<background::Task, String>>,
     pub(crate) background: background::Signals,
     pub(crate) report: OpenReport,
 }

@@ -32,22 +32,7 @@ const LOCK_RETRY: Duration = Duration::from_millis(10);
 /// Opens a store in a directory of the file system.
 pub(crate) fn open_path(path: &Path, options: Options) -> Result<Arc<Engine>> {
     let shown = path.display().to_string();
-    let failed = |e: io::Error| {
-        let what = match e.kind() {
-            io::ErrorKind::NotFound => "no store here: the directory does not exist",
-            io::ErrorKind::NotADirectory => "not a directory",
-            _ => "opening the directory failed",
-        };
-        let missing = matches!(
-            e.kind(),
-            io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
-        );
-        let mut error = Error::io(what, e);
-        if missing {
-            error = Error::new(ErrorKind::Incompatible, what);
-        }
-        error.in_file(shown.clone())
-    };
+    let failed = |e| open_error(e, &shown);
     options.validate()?;
     let dir = DiskDir::open(path, options.create).map_err(failed)?;
     let file_system = dir.filesystem().map_err(failed)?;
@@ -69,6 +54,18 @@ pub(crate) fn open_path(path: &Path, options: Options) -> Result<Arc<Engine>> {
         file_system == FileSystem::Local,
         options,
     )
+}
+
+/// Says why a directory could not be opened.
+pub(super) fn open_error(error: io::Error, shown: &str) -> Error {
+    let what = match error.kind() {
+        io::ErrorKind::NotFound => {
+            "no store here: the directory, or the one it would be made in, does not exist"
+        }
+        io::ErrorKind::NotADirectory => "not a directory",
+        _ => return Error::io("opening the directory failed", error).in_file(shown),
+    };
+    Error::new(ErrorKind::Incompatible, what).in_file(shown)
 }
 
 /// Opens a store in any directory.
@@ -304,13 +301,9 @@ pub(super) fn open_segment(
     manifest: &Manifest,
     entry: &SegmentEntry,
     hash_key_id: u64,
+    access: Access,
 ) -> Result<Arc<SegmentFile>> {
     let name = FileName::Segment(entry.id).to_string();
-    let access = if entry.sealed.is_some() {
-        Access::Read
-    } else {
-        Access::Write
-    };
     let file = dir.open(&name, access).map_err(|e| {
         let missing = e.kind() == io::ErrorKind::NotFound;
         let error = Error::io("opening a segment failed", e).in_file(name.clone());

@@ -39,7 +39,7 @@ use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, Stamps, next_generation};
 use crate::stats::{Counters, OpenReport};
-use crate::vfs::{Dir, Lock};
+use crate::vfs::{Access, Dir, Lock};
 
 /// One segment read back into a table.
 #[derive(Debug)]
@@ -236,7 +236,13 @@ fn gather(
     report.orphans_count = orphans.len() as u64;
     let mut opened = BTreeMap::new();
     for entry in &manifest.segments {
-        opened.insert(entry.id, open_segment(dir, manifest, entry, hash.id())?);
+        let access = if entry.sealed.is_some() {
+            Access::Read
+        } else {
+            Access::Write
+        };
+        let segment = open_segment(dir, manifest, entry, hash.id(), access)?;
+        opened.insert(entry.id, segment);
     }
     let mut gathered = replay_unsealed(dir, manifest, &opened, hash, options, report)?;
     gathered.orphans = orphans;
@@ -331,7 +337,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         zero_fill: parts.zero_fill,
         clock_was_suspect: AtomicBool::new(false),
         events: Mutex::default(),
-        background_error: RwLock::new(None),
+        background_errors: RwLock::default(),
         background: Signals::default(),
         report,
     };

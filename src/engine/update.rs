@@ -9,7 +9,7 @@ use super::namespace::Space;
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{FLAG_DETACHED, HEADER_BYTES, Kind, PART_HEADER_BYTES, STATE_BYTES};
-use crate::format::to_usize;
+use crate::format::{to_u32, to_usize};
 use crate::key::{EVIDENCE_BYTES_MAX, NamespaceKind};
 use crate::model::claim::{Entry, Env};
 use crate::options::{Durability, Retention};
@@ -171,7 +171,7 @@ impl Engine {
         let mut has_stamp = true;
         if write.is_claim {
             self.check_unsettled(core, hit)?;
-            owed_bytes = self.owed_bytes(space, wanted.key);
+            owed_bytes = self.owed_bytes(space, wanted.key) as u64;
             // A stamp that goes unused because there is no room is a gap, not a fault.
             match core.stamps.take() {
                 Some(stamp) => write.entry.state.stamp = stamp.get(),
@@ -196,7 +196,8 @@ impl Engine {
             deadline_boot_ms: write
                 .deadline_boot_ms
                 .filter(|_| write.entry.flags & FLAG_DETACHED == 0),
-            owed_bytes: u32::try_from(self.owed_bytes(space, wanted.key)).unwrap_or(u32::MAX),
+            // A renewal repeats what the start left behind.
+            owed_bytes: to_u32(self.owed_bytes(space, wanted.key) + write.entry.evidence.len()),
         });
         let Appended { position, failures } =
             self.append(core, &record, wanted.h, older, unsettled);
@@ -288,9 +289,9 @@ impl Engine {
     /// Returns the log space that the owner of a claim may still need after its effect: one
     /// renewal, and one end with the largest outcome or error. A start that finds no room is
     /// refused before the effect, which is harmless.
-    pub(crate) fn owed_bytes(&self, space: &Space, key: &[u8]) -> u64 {
+    pub(crate) fn owed_bytes(&self, space: &Space, key: &[u8]) -> usize {
         let state = HEADER_BYTES + STATE_BYTES + 2 + key.len() + 4 * PART_HEADER_BYTES + 16;
         let texts = self.evidence_bytes_max();
-        (2 * state + space.options.outcome_bytes_max.max(texts)) as u64
+        2 * state + space.options.outcome_bytes_max.max(texts)
     }
 }

@@ -1,12 +1,13 @@
 //! `verify`: reads every byte of a store that is not open and says what is not as it should be.
-//! It changes nothing and needs no write permission.
+//! It changes nothing but the note in LOCK, which it takes meanwhile where it may, and needs no
+//! right to write.
 
 use std::path::Path;
 use std::sync::Arc;
 
 use super::catalog::read_manifest;
 use super::hint::read_hint;
-use super::open::{find_orphans, open_segment};
+use super::open::{find_orphans, open_error, open_segment};
 use super::recovery::{read_image, replay_segment};
 use super::runs::{check_sealed, open_run};
 use crate::error::{Error, ErrorKind, Result};
@@ -18,8 +19,8 @@ use crate::index::run::Run;
 use crate::log::replay::proven_behind;
 use crate::log::segment::SegmentFile;
 use crate::position::Position;
-use crate::vfs::Dir;
 use crate::vfs::disk::DiskDir;
+use crate::vfs::{Access, Dir};
 
 /// What `verify` found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -82,8 +83,7 @@ impl VerifyReport {
 /// `Incompatible` for what is not a store of this format, `Locked` while it is open, `Io`.
 pub fn verify(path: impl AsRef<Path>) -> Result<VerifyReport> {
     let shown = path.as_ref().display().to_string();
-    let dir = DiskDir::open(path.as_ref(), false)
-        .map_err(|e| Error::io("opening the directory failed", e).in_file(shown.clone()))?;
+    let dir = DiskDir::open(path.as_ref(), false).map_err(|e| open_error(e, &shown))?;
     verify_dir(&dir, &shown)
 }
 
@@ -107,7 +107,11 @@ pub(crate) fn verify_dir(dir: &dyn Dir, shown: &str) -> Result<VerifyReport> {
     };
     // Without a lock file, or without the right to open it, nobody else has it open for writing.
     let name = FileName::Lock.to_string();
-    let lock = match dir.lock(&name, false, "verify") {
+    let lock = match dir.lock(
+        &name,
+        false,
+        &format!("pid={} (verify)", std::process::id()),
+    ) {
         Ok(Err(holder)) => {
             return Err(Error::new(
                 ErrorKind::Locked,
@@ -129,7 +133,7 @@ pub(crate) fn verify_dir(dir: &dyn Dir, shown: &str) -> Result<VerifyReport> {
     for entry in &manifest.segments {
         report.segments_count += 1;
         let name = FileName::Segment(entry.id).to_string();
-        let opened = open_segment(dir, &manifest, entry, hash.id());
+        let opened = open_segment(dir, &manifest, entry, hash.id(), Access::Read);
         let verified = opened.and_then(|segment| {
             verify_segment(dir, &manifest, &segment, entry, &hash, &runs, &mut report)
         });

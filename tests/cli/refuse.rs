@@ -193,3 +193,30 @@ fn as_nobody(place: &Place, words: &[&str]) -> Option<Done> {
         .output();
     run.ok().map(done)
 }
+
+#[test]
+fn verify_reads_every_byte_changes_nothing_and_says_what_is_wrong() {
+    let place = Place::new();
+    let lines: String = (0..5000).map(|n| format!("line {n}\n")).collect();
+    assert_eq!(
+        place.filter("--order mark-first", lines.as_bytes()).status,
+        0
+    );
+    let before = snapshot(&place.store());
+    let done = place.say("verify");
+    assert_eq!(done.status, 0, "{done:?}");
+    assert!(done.stdout.contains("records=5000"), "{done:?}");
+    assert!(done.stdout.contains("problems=0"), "{done:?}");
+    assert_eq!(snapshot(&place.store()), before);
+
+    let segment = place.store().join("seg-000000000001.log");
+    let mut bytes = fs::read(&segment).unwrap();
+    bytes[200] ^= 1;
+    fs::write(&segment, bytes).unwrap();
+    let done = place.say("verify --json");
+    assert_eq!(done.status, 1, "{done:?}");
+    assert!(done.stdout.contains("seg-000000000001.log"), "{done:?}");
+
+    let none = place.say("verify --store nowhere");
+    assert_ne!(none.status, 0, "{none:?}");
+}

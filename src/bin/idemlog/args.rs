@@ -73,6 +73,8 @@ pub(crate) enum Command {
     Pending,
     /// Show counts and sizes
     Stats,
+    /// Read every byte of a closed store and list what is wrong
+    Verify,
 }
 
 #[derive(Debug, Args)]

@@ -18,6 +18,7 @@ mod renewer;
 mod run;
 mod space;
 mod stats;
+mod verify;
 
 use std::ffi::OsStr;
 use std::process::ExitCode;
@@ -84,5 +85,6 @@ fn dispatch(arguments: &Arguments) -> Result<u8, Stop> {
         Command::InDoubt => list::in_doubt(common),
         Command::Pending => list::pending(common),
         Command::Stats => stats::stats(common),
+        Command::Verify => verify::verify(common),
     }
 }
