@@ -13,7 +13,7 @@ use crate::format::manifest::{Manifest, RunEntry, SealedEntry};
 use crate::format::names::FileName;
 use crate::format::to_usize;
 use crate::index::KeyHash;
-use crate::index::build::{IndexEntry, RunPlan};
+use crate::index::build::RunPlan;
 use crate::index::run::Run;
 use crate::log::segment::SegmentFile;
 use crate::options::Options;
@@ -182,11 +182,5 @@ pub(super) fn rebuild_run(
         superseded_count: u64::from(replayed.tally.superseded_count),
         segments_count: 1,
     };
-    let entries: Vec<IndexEntry> = replayed
-        .table
-        .sorted()
-        .into_iter()
-        .map(|(h, offset)| (h, 0, offset))
-        .collect();
-    install_run(dir, &plan, &entries)
+    install_run(dir, &plan, &replayed.table.sorted())
 }

@@ -18,7 +18,7 @@ use crate::format::names::FileName;
 use crate::format::record::{FRAME_BYTES_MAX, SEAL_BYTES, SYNC_MARK_BYTES};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{to_u32, to_usize};
-use crate::index::build::{BuiltRun, IndexEntry, RunPlan, build};
+use crate::index::build::{BuiltRun, RunPlan, build};
 use crate::index::run::Run;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
@@ -140,12 +140,7 @@ impl Engine {
         self.sync_frozen(frozen)?;
         let id = frozen.segment.id;
         let entry = check_frozen(frozen)?;
-        let entries: Vec<IndexEntry> = frozen
-            .table
-            .sorted()
-            .into_iter()
-            .map(|(h, offset)| (h, 0, offset))
-            .collect();
+        let entries = frozen.table.sorted();
         if entries.len() as u64 != expected_entries(frozen) {
             return Err(Error::damaged(
                 frozen.segment.name(),
@@ -193,7 +188,7 @@ impl Engine {
     pub(crate) fn write_run(
         &self,
         segment: &SegmentFile,
-        entries: &[IndexEntry],
+        entries: &[(u64, u32)],
         superseded_count: u64,
         generation: u32,
     ) -> Result<Run> {
@@ -212,7 +207,9 @@ impl Engine {
 }
 
 /// Writes the two files of a run under temporary names, makes them durable, and opens them.
-pub(crate) fn install_run(dir: &dyn Dir, plan: &RunPlan, entries: &[IndexEntry]) -> Result<Run> {
+/// `entries` are (hash, offset) of one segment, ascending.
+pub(crate) fn install_run(dir: &dyn Dir, plan: &RunPlan, entries: &[(u64, u32)]) -> Result<Run> {
+    let entries = entries.iter().map(|(h, offset)| (*h, 0, *offset));
     let BuiltRun { run, filter } = build(plan, entries);
     let (lo, hi, generation) = (plan.lo, plan.hi, plan.generation);
     let mut maps = Vec::new();

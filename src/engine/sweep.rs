@@ -19,7 +19,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
 use crate::format::names::FileName;
 use crate::format::record::{FLAG_CARRIED, Kind, Record};
-use crate::index::build::IndexEntry;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::FailureCount;
@@ -360,7 +359,7 @@ impl Engine {
         &self,
         segment: &SegmentFile,
         end: u32,
-    ) -> Result<(Vec<IndexEntry>, u64)> {
+    ) -> Result<(Vec<(u64, u32)>, u64)> {
         let map = segment
             .freeze()
             .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
@@ -373,12 +372,7 @@ impl Engine {
                 "sealed segment is damaged; its index cannot be rebuilt; see docs/operations.md",
             ));
         }
-        let entries = replayed
-            .table
-            .sorted()
-            .into_iter()
-            .map(|(h, at)| (h, 0, at))
-            .collect();
+        let entries = replayed.table.sorted();
         Ok((entries, u64::from(replayed.tally.superseded_count)))
     }
 }

@@ -35,11 +35,17 @@ pub(crate) struct BuiltRun {
 }
 
 /// Builds the files of a run over these entries, which ascend by (hash, segment, offset).
-pub(crate) fn build(plan: &RunPlan, entries: &[IndexEntry]) -> BuiltRun {
+pub(crate) fn build(
+    plan: &RunPlan,
+    mut entries: impl ExactSizeIterator<Item = IndexEntry>,
+) -> BuiltRun {
     let segments = plan.hi - plan.lo + 1;
     let slots_count = entries.len() as u64;
     let geometry = Geometry::plan(slots_count, segments, plan.segment_bytes);
-    let mut run = vec![0; PAGE_BYTES];
+    // The header page, the home pages, and a spill page or two.
+    let pages = usize::try_from(geometry.pages + 3).unwrap_or(1);
+    let mut run = Vec::with_capacity(pages.saturating_mul(PAGE_BYTES));
+    run.resize(PAGE_BYTES, 0);
     // Writing to memory does not fail.
     let mut write = |bytes: &[u8], _at: u64| -> io::Result<()> {
         run.extend_from_slice(bytes);
@@ -47,8 +53,7 @@ pub(crate) fn build(plan: &RunPlan, entries: &[IndexEntry]) -> BuiltRun {
     };
     let mut writer = RunWriter::new(plan, geometry, slots_count, &mut write);
     let written = entries
-        .iter()
-        .try_for_each(|entry| writer.push(*entry))
+        .try_for_each(|entry| writer.push(entry))
         .and_then(|()| writer.finish(plan));
     let (header, filter) =
         written.map_or_else(|_never| (Vec::new(), Vec::new()), |w| (w.header, w.filter));
@@ -234,7 +239,7 @@ mod tests {
         let twice = entries[10];
         entries.push((twice.0, 2, 65_528));
         entries.sort_unstable();
-        let built = build(&plan(), &entries);
+        let built = build(&plan(), entries.iter().copied());
         let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         assert_eq!(run.check_whole(), Ok(()));
         for (h, ordinal, offset) in &entries {
@@ -253,7 +258,7 @@ mod tests {
         let entries: Vec<IndexEntry> = (0..2000u64)
             .map(|n| (n / 2, n % 2, u32::try_from(n * 8 + 64).unwrap()))
             .collect();
-        let built = build(&plan(), &entries);
+        let built = build(&plan(), entries.iter().copied());
         let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         assert_eq!(run.check_whole(), Ok(()));
         for (h, ordinal, offset) in &entries {
@@ -266,7 +271,7 @@ mod tests {
         let entries: Vec<IndexEntry> = (0..1000u64)
             .map(|n| (42, 0, u32::try_from(n * 8 + 64).unwrap()))
             .collect();
-        let built = build(&plan(), &entries);
+        let built = build(&plan(), entries.iter().copied());
         let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         assert_eq!(find(&run, 42).len(), 1000);
         assert_eq!(find(&run, 41).len(), 0);
@@ -274,7 +279,7 @@ mod tests {
 
     #[test]
     fn an_empty_run_holds_nothing() {
-        let built = build(&plan(), &[]);
+        let built = build(&plan(), [].into_iter());
         let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         assert_eq!(find(&run, 42).len(), 0);
     }

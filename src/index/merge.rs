@@ -128,7 +128,7 @@ mod tests {
             .map(|n| (h(n), 0, u32::try_from((n % 30_000) * 8 + 64).unwrap()))
             .collect();
         entries.sort_unstable();
-        let built = build(&plan(segment, segment), &entries);
+        let built = build(&plan(segment, segment), entries.iter().copied());
         let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         (run, entries)
     }
@@ -194,7 +194,7 @@ mod tests {
     #[test]
     fn a_full_page_of_equal_hashes_spills_and_merges() {
         let entries: Vec<IndexEntry> = (0..1200u32).map(|n| (42, 0, n * 8 + 64)).collect();
-        let built = build(&plan(1, 1), &entries);
+        let built = build(&plan(1, 1), entries.iter().copied());
         let one = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         let (two, _) = level_0(2, 0..1000);
         let run = merged(&plan(1, 2), &[&one, &two], |_| true);
