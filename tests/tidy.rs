@@ -264,3 +264,26 @@ fn tests_have_no_ignored_ones_and_every_file_says_what_it_is_about() {
     }
     complain(problems);
 }
+
+/// A table that names a test which is gone promises what nothing shows.
+#[test]
+fn the_tests_that_the_documents_name_exist() {
+    let doc = std::fs::read_to_string(root().join("docs/testing.md")).unwrap();
+    let table = doc
+        .split("## Which test shows which invariant")
+        .nth(1)
+        .unwrap();
+    let table = table.split("\n## ").next().unwrap();
+    let sources: String = files("tests").into_iter().map(|(_, text)| text).collect();
+    let mut named = 0;
+    for name in table
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .filter(|word| !word.contains(' '))
+    {
+        assert!(sources.contains(&format!("fn {name}(")), "{name}");
+        named += 1;
+    }
+    assert!(named > 20);
+}
