@@ -41,6 +41,7 @@ pub use engine::class::{
 };
 pub use engine::handle::DedupLog;
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
+pub use engine::repair::{Repair, RepairReport};
 pub use engine::run_once::{Attempt, RunVerdict};
 pub use engine::ticket::Ticket;
 pub use engine::verify::{Problem, VerifyReport, verify};
@@ -51,13 +52,13 @@ pub use key::{
 };
 pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
-    OUTCOME_BYTES_DEFAULT, Options, ProgressCallback, RETENTION_DEFAULT, Retention,
+    OUTCOME_BYTES_DEFAULT, OpenMode, Options, ProgressCallback, RETENTION_DEFAULT, Retention,
     SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN,
     SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT, WhenFull, ZeroFill,
 };
 pub use position::Position;
 pub use stamp::Stamp;
-pub use stats::{Health, OpenReport, Stats};
+pub use stats::{Health, LostRange, OpenReport, Stats};
 pub use verdict::{
     AckAdvice, Change, CommitVerdict, Done, Doubt, Failure, KeyState, Observed, Outcome, Owner,
     Previous, Probed, Resolution, Unsettled,

@@ -84,6 +84,19 @@ pub enum WhenFull {
     EvictOldest,
 }
 
+/// What an open does about a damaged log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OpenMode {
+    /// It is refused with `ErrorKind::Damaged`, and all files are left as they were. The default.
+    Strict,
+    /// What can still be read is answered, and nothing is changed: keys whose newest record was
+    /// found get their answer; keys that were not found get an error, never "new", because a lost
+    /// record may have been theirs; every call that would have to write gets an error, too. The
+    /// log that is left is held in memory meanwhile. A store that is not damaged opens as in
+    /// `Strict`, for reading and writing. [`OpenReport::lost`](crate::OpenReport::lost) tells.
+    Salvage,
+}
+
 /// Whether the next segment is filled with zeros ahead of its use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroFill {
@@ -173,6 +186,7 @@ pub struct Options {
     pub(crate) lock_timeout: Duration,
     pub(crate) background: bool,
     pub(crate) network_allowed: bool,
+    pub(crate) mode: OpenMode,
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) on_event: Option<EventCallback>,
     pub(crate) on_progress: Option<ProgressCallback>,
@@ -194,6 +208,7 @@ impl Default for Options {
             lock_timeout: Duration::ZERO,
             background: true,
             network_allowed: false,
+            mode: OpenMode::Strict,
             clock: Arc::new(SystemClock),
             on_event: None,
             on_progress: None,
@@ -293,6 +308,12 @@ impl Options {
     /// guarantees need. Default: refused.
     pub fn allow_network_file_system(mut self, allowed: bool) -> Self {
         self.network_allowed = allowed;
+        self
+    }
+
+    /// Sets what an open does about a damaged log. Default: [`OpenMode::Strict`].
+    pub fn open_mode(mut self, mode: OpenMode) -> Self {
+        self.mode = mode;
         self
     }
 

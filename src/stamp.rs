@@ -30,8 +30,7 @@ impl Stamp {
         Stamp(value)
     }
 
-    #[cfg(test)]
-    const fn generation(self) -> u64 {
+    pub(crate) const fn generation(self) -> u64 {
         self.0 >> COUNTER_BITS
     }
 }

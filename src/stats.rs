@@ -93,6 +93,26 @@ pub struct OpenReport {
     pub unsettled_count: u64,
     /// How long the open took.
     pub elapsed: Duration,
+    /// What the log has lost, if the store is open in [`OpenMode::Salvage`] because it is damaged.
+    ///
+    /// [`OpenMode::Salvage`]: crate::OpenMode::Salvage
+    pub lost: Vec<LostRange>,
+}
+
+/// Bytes of the log that hold no valid record any more, and held or may have held some.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LostRange {
+    /// The file.
+    pub file: String,
+    /// Where the range starts, in bytes.
+    pub from: u64,
+    /// Where it ends, exclusive.
+    pub to: u64,
+    /// Trusted time, in unix milliseconds, of the last event known before it.
+    pub after_ms: Option<u64>,
+    /// Trusted time of the first event known behind it.
+    pub before_ms: Option<u64>,
 }
 
 /// The counters behind [`Stats`]. Relaxed everywhere: they order nothing.

@@ -38,4 +38,6 @@ mod golden;
 mod kill;
 #[cfg(feature = "testing")]
 mod model;
+#[cfg(feature = "testing")]
+mod repair;
 mod tidy;

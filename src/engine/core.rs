@@ -121,10 +121,6 @@ impl View {
             None => sealed().map_or(DropTime::NOW, DropTime::from_disk),
         }
     }
-
-    pub(crate) fn is_empty(&self) -> bool {
-        self.frozen.is_empty() && self.parts.is_empty()
-    }
 }
 
 /// One claim, start or key in doubt: what may not be dropped with its segment.

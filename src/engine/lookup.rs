@@ -77,7 +77,7 @@ impl Engine {
         let mut located = {
             let core = self.core();
             let (mut located, in_file) = self.locate_active(&core, wanted, &extract)?;
-            if located.hit.is_some() || (in_file.is_none() && located.view.is_empty()) {
+            if located.hit.is_some() {
                 return Ok(located);
             }
             drop(core);
@@ -89,6 +89,10 @@ impl Engine {
         };
         if located.hit.is_none() {
             located.hit = self.search_view(&located.view, wanted, &extract)?;
+        }
+        if located.hit.is_none() {
+            // Its record may be among those that are lost.
+            self.check_whole()?;
         }
         Ok(located)
     }

@@ -21,8 +21,10 @@ mod open;
 mod poison;
 mod prepare;
 mod recovery;
+pub(crate) mod repair;
 pub(crate) mod run_once;
 mod runs;
+mod salvage;
 mod seal;
 mod space;
 mod sweep;
@@ -82,6 +84,8 @@ pub(crate) struct Engine {
     background_errors: RwLock<BTreeMap<background::Task, String>>,
     pub(crate) background: background::Signals,
     pub(crate) report: OpenReport,
+    /// Why the store is open for reading what is left of it only.
+    salvaged: Option<String>,
 }
 
 impl Engine {
@@ -203,6 +207,19 @@ impl Engine {
                     .take(),
             );
         }
+    }
+
+    /// Refuses to write to what is left of a damaged store.
+    pub(crate) fn check_whole(&self) -> Result<()> {
+        self.salvaged.as_ref().map_or(Ok(()), |why| {
+            Err(Error::new(
+                ErrorKind::Damaged,
+                format!(
+                    "store is damaged and open to salvage: records are lost, so only keys that \
+                     were found are answered; repair it first; damage: {why}"
+                ),
+            ))
+        })
     }
 
     /// Checks what every writing call checks first.

@@ -12,6 +12,7 @@ use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
 use super::prepare::{create_segment, random_u32};
 use super::recovery::recover;
+use super::repair::Repair;
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{Manifest, RunEntry, SegmentEntry};
@@ -21,7 +22,7 @@ use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
 use crate::index::KeyHash;
 use crate::log::replay::Replay;
 use crate::log::segment::SegmentFile;
-use crate::options::{Options, SEGMENT_BYTES_FIRST};
+use crate::options::{OpenMode, Options, SEGMENT_BYTES_FIRST};
 use crate::stats::OpenReport;
 use crate::vfs::disk::{DiskDir, FileSystem};
 use crate::vfs::{Access, Dir, Lock};
@@ -79,6 +80,33 @@ pub(crate) fn open_dir(
     let started = options.clock.read().boot_ms;
     look_before_lock(dir.as_ref(), shown, options.create)?;
     let lock = take_lock(dir.as_ref(), shown, &options)?;
+    let mut engine = match options.mode {
+        OpenMode::Strict => recover_or_create(dir, lock, shown, in_place, options)?,
+        OpenMode::Salvage => {
+            let strict = options.clone();
+            match recover_or_create(Arc::clone(&dir), lock, shown, in_place, strict) {
+                Err(why) if why.kind() == ErrorKind::Damaged => {
+                    let lock = take_lock(dir.as_ref(), shown, &options)?;
+                    Repair::open_in_memory(dir.as_ref(), &options, lock, why)?
+                }
+                opened => opened?,
+            }
+        }
+    };
+    let elapsed = engine.clock().read().boot_ms.saturating_sub(started);
+    if let Some(engine) = Arc::get_mut(&mut engine) {
+        engine.report.elapsed = Duration::from_millis(elapsed);
+    }
+    Ok(engine)
+}
+
+fn recover_or_create(
+    dir: Arc<dyn Dir>,
+    lock: Box<dyn Lock>,
+    shown: &str,
+    in_place: bool,
+    options: Options,
+) -> Result<Arc<Engine>> {
     let mut report = OpenReport::default();
     let manifest = match read_manifest(dir.as_ref())? {
         Some(manifest) => manifest,
@@ -87,12 +115,7 @@ pub(crate) fn open_dir(
             create(dir.as_ref(), shown, &options)?
         }
     };
-    let mut engine = recover(dir, lock, in_place, options, manifest, report)?;
-    let elapsed = engine.clock().read().boot_ms.saturating_sub(started);
-    if let Some(engine) = Arc::get_mut(&mut engine) {
-        engine.report.elapsed = Duration::from_millis(elapsed);
-    }
-    Ok(engine)
+    recover(dir, lock, in_place, options, manifest, report)
 }
 
 /// Refuses what is not a store before anything is written, the lock file included (D).
@@ -100,6 +123,14 @@ fn look_before_lock(dir: &dyn Dir, shown: &str, create: bool) -> Result<()> {
     let names = dir
         .list()
         .map_err(|e| Error::io("listing the directory failed", e).in_file(shown))?;
+    let repairing = FileName::Repairing.to_string();
+    if names.contains(&repairing) {
+        return Err(Error::new(
+            ErrorKind::Incompatible,
+            "a repair that wrote this store has not finished; run it again with the same target",
+        )
+        .in_file(repairing));
+    }
     // Read before the lock is taken: what is not a store of this format gets no file.
     if read_manifest(dir)?.is_some() {
         return Ok(());
@@ -121,7 +152,7 @@ fn look_before_lock(dir: &dyn Dir, shown: &str, create: bool) -> Result<()> {
     Ok(())
 }
 
-fn take_lock(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> {
+pub(super) fn take_lock(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> {
     let name = FileName::Lock.to_string();
     let note = format!("pid={}", std::process::id());
     let timeout_ms = u64::try_from(options.lock_timeout.as_millis()).unwrap_or(u64::MAX);
@@ -267,8 +298,9 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
         .list()
         .map_err(|e| Error::io("listing the directory failed", e))?;
     for name in names {
+        use FileName::{Lock, Manifest, Repairing, Reserve};
         let is_orphan = match FileName::parse(&name) {
-            None | Some(FileName::Lock | FileName::Manifest | FileName::Reserve) => false,
+            None | Some(Lock | Manifest | Reserve | Repairing) => false,
             Some(FileName::ManifestNew | FileName::Temporary { .. }) => true,
             Some(FileName::Hint(id)) => !open.contains(&id),
             Some(

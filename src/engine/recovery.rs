@@ -295,11 +295,8 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         &mut report,
     )?;
     let (segment, replayed) = active;
-    let unsettled: Vec<(Position, u16)> = replayed
-        .unsettled
-        .iter()
-        .map(|(at, namespace)| (Position::new(segment.id, *at), *namespace))
-        .collect();
+    let place = |(at, namespace): (&u32, &u16)| (Position::new(segment.id, *at), *namespace);
+    let unsettled: Vec<(Position, u16)> = replayed.unsettled.iter().map(place).collect();
     let writer = Writer::new(segment, replayed.end);
     let end = writer.end();
     let stamps = Stamps::new(parts.generation, parts.reserved);
@@ -340,6 +337,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         background_errors: RwLock::default(),
         background: Signals::default(),
         report,
+        salvaged: None,
     };
     engine.core().view = Arc::new(view);
     engine.seal_all_recovered(frozen)?;

@@ -40,8 +40,9 @@ impl Engine {
         self.make_room_held(&mut self.maintenance(), room)
     }
 
-    /// Refuses a record that no segment could hold.
+    /// Refuses a record that no segment could hold, and every record where none may be written.
     pub(crate) fn check_frame(&self, frame_bytes: usize) -> Result<()> {
+        self.check_whole()?;
         let segment_bytes = to_usize(self.options.segment_bytes);
         if frame_bytes > FRAME_BYTES_MAX || frame_bytes + OVERHEAD_BYTES > segment_bytes {
             return Err(Error::invalid(format!(

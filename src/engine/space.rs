@@ -43,6 +43,7 @@ impl Engine {
 
     pub(crate) fn confirm_time(&self) -> Result<()> {
         let _one_at_a_time = self.maintenance();
+        self.check_whole()?;
         self.check_writable(&self.core())?;
         self.push_time(true)
     }
@@ -102,6 +103,7 @@ impl Engine {
     }
 
     fn create_space(&self, name: &str, kind: NamespaceKind) -> Result<u16> {
+        self.check_whole()?;
         let id = self.catalog().manifest().namespace_next;
         if id == u16::MAX {
             return Err(Error::new(
@@ -128,6 +130,7 @@ impl Engine {
     /// Forgets a whole namespace at once: its number is never used again, so no record of it is
     /// ever found. Its bytes go with their segments.
     pub(crate) fn purge(&self, name: &str, forced: bool) -> Result<()> {
+        self.check_whole()?;
         let _one_at_a_time = self.maintenance();
         let id = {
             let core = self.core();

@@ -379,7 +379,7 @@ impl Engine {
 
 /// A record that has left the bytes it was read from.
 #[derive(Debug)]
-struct OwnedRecord {
+pub(super) struct OwnedRecord {
     kind: Kind,
     record: (u16, u16, u32, crate::format::record::StateHeader),
     key: Vec<u8>,
@@ -389,7 +389,7 @@ struct OwnedRecord {
 }
 
 impl OwnedRecord {
-    fn of(r: &Record<'_>) -> Self {
+    pub(super) fn of(r: &Record<'_>) -> Self {
         let own = |part: Option<&[u8]>| part.map(<[u8]>::to_vec);
         OwnedRecord {
             kind: r.kind,
@@ -405,7 +405,7 @@ impl OwnedRecord {
         }
     }
 
-    fn borrow(&self) -> Record<'_> {
+    pub(super) fn borrow(&self) -> Record<'_> {
         let (namespace, flags, expires_at_s, state) = self.record;
         let [outcome, error, evidence] = &self.parts;
         let mut record = Record::new(self.kind, namespace, &self.key);

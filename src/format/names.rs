@@ -13,6 +13,8 @@ pub(crate) enum FileName {
     ManifestNew,
     /// Ballast given up when the disk is full, so that the manifest can still be replaced.
     Reserve,
+    /// The mark of a repaired store that is not complete.
+    Repairing,
     /// A log segment.
     Segment(u64),
     /// An index run over the segments `lo..=hi`.
@@ -37,6 +39,7 @@ impl fmt::Display for FileName {
             FileName::Manifest => f.write_str("MANIFEST"),
             FileName::ManifestNew => f.write_str("MANIFEST.new"),
             FileName::Reserve => f.write_str("RESERVE"),
+            FileName::Repairing => f.write_str("REPAIRING"),
             FileName::Segment(id) => write!(f, "seg-{id:012}.log"),
             FileName::Run { lo, hi, generation } => {
                 write!(f, "run-{lo:012}-{hi:012}-{generation}.idx")
@@ -66,6 +69,7 @@ impl FileName {
             "MANIFEST" => FileName::Manifest,
             "MANIFEST.new" => FileName::ManifestNew,
             "RESERVE" => FileName::Reserve,
+            "REPAIRING" => FileName::Repairing,
             _ => parse_numbered(name)?,
         };
         // Only the one way to write a name counts: `seg-7.log` is not ours.
@@ -118,6 +122,7 @@ mod tests {
             FileName::Manifest,
             FileName::ManifestNew,
             FileName::Reserve,
+            FileName::Repairing,
             FileName::Segment(7),
             FileName::Segment(u64::MAX),
             FileName::Run {

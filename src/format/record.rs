@@ -299,6 +299,18 @@ pub(crate) fn claimed_bytes(header: &[u8]) -> Option<usize> {
     (len >= HEADER_BYTES && kind != 0).then_some(len)
 }
 
+/// Says whether these bytes look like a frame's header of this version: a cheap test before a
+/// checksum, where a frame is looked for among bytes of any kind.
+pub(crate) fn may_start(bytes: &[u8]) -> bool {
+    let Some(header) = bytes.get(..HEADER_BYTES) else {
+        return false;
+    };
+    let mut reader = Reader::new(header.get(6..).unwrap_or_default());
+    let kind = reader.u8().ok().and_then(Kind::from_u8);
+    let flags = header.get(14..).map(Reader::new).map(|mut r| r.u16());
+    kind.is_some() && matches!(flags, Some(Ok(flags)) if flags & !FLAGS_KNOWN == 0)
+}
+
 impl<'a> Frame<'a> {
     /// Verifies the frame at the start of `bytes`.
     pub(crate) fn verify(bytes: &'a [u8], seed: u32) -> Result<Frame<'a>, Malformed> {

@@ -3,6 +3,7 @@
 //! Nothing here knows the index.
 
 pub(crate) mod replay;
+pub(crate) mod salvage;
 pub(crate) mod segment;
 pub(crate) mod sync;
 pub(crate) mod writer;

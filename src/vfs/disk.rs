@@ -49,6 +49,19 @@ pub(crate) enum FileSystem {
     Network(&'static str),
 }
 
+/// Exchanges two directories in one step, and makes that durable.
+pub(crate) fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags};
+    retry(|| rustix::fs::renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE))?;
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    for path in [one, other] {
+        let dir = retry(|| rustix::fs::open(path, flags, Mode::empty()))?;
+        let parent = retry(|| rustix::fs::openat(&dir, "..", flags, Mode::empty()))?;
+        sync_dir(&parent)?;
+    }
+    Ok(())
+}
+
 impl DiskDir {
     /// Opens the directory `path`, making it (mode 0700, one level) if `create`.
     ///

@@ -220,3 +220,67 @@ fn verify_reads_every_byte_changes_nothing_and_says_what_is_wrong() {
     let none = place.say("verify --store nowhere");
     assert_ne!(none.status, 0, "{none:?}");
 }
+
+#[test]
+fn repair_keeps_what_is_left_and_says_what_is_lost() {
+    let place = Place::new();
+    let lines: String = (0..5000).map(|n| format!("line {n}\n")).collect();
+    let filter = || place.filter("--order mark-first", lines.as_bytes());
+    assert_eq!(filter().status, 0);
+    let whole = place.say("repair --dry-run --json");
+    assert_eq!(whole.status, 0, "{whole:?}");
+    assert!(whole.stdout.contains("\"whole\":true"), "{whole:?}");
+
+    // One sector in the middle of the log is gone, and so is the index.
+    let store = place.store();
+    for entry in fs::read_dir(&store).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if name.starts_with("run-") || name.starts_with("hint-") {
+            fs::remove_file(path).unwrap();
+        }
+    }
+    let segment = store.join("seg-000000000001.log");
+    let mut bytes = fs::read(&segment).unwrap();
+    bytes[8192..8704].fill(0);
+    fs::write(&segment, bytes).unwrap();
+    let refused = place.say("stats");
+    assert_eq!(refused.status, 1, "{refused:?}");
+    assert!(refused.stderr.contains("damaged"), "{refused:?}");
+    let named = |dir: &Path| -> Vec<_> {
+        let files = snapshot(dir).into_iter();
+        files
+            .map(|(path, hash)| (path.file_name().unwrap().to_owned(), hash))
+            .collect()
+    };
+    let damaged = named(&store);
+
+    let dry = place.say("repair --dry-run");
+    assert_eq!(dry.status, 1, "{dry:?}");
+    assert!(
+        dry.stdout
+            .contains("lost: file=seg-000000000001.log from=8"),
+        "{dry:?}"
+    );
+    let done = place.say("repair --swap --json");
+    assert_eq!(done.status, 0, "{done:?}");
+    let report: serde_json::Value = serde_json::from_str(&done.stdout).unwrap();
+    assert_eq!(report["lost"].as_array().unwrap().len(), 1, "{report}");
+    let kept = report["kept_count"].as_u64().unwrap();
+    assert_eq!(report["found_count"].as_u64(), Some(kept));
+    assert_eq!(named(&store.with_extension("damaged")), damaged);
+    let verified = place.say("verify");
+    assert_eq!(verified.status, 0, "{verified:?}");
+    // The lines that are lost are new again, the others are not.
+    let again = filter();
+    assert_eq!(again.status, 0);
+    let lost = again.stdout.lines().count() as u64;
+    assert_eq!(lost, 5000 - kept);
+    assert!(
+        (1..=23).contains(&lost),
+        "{lost} lines were lost with a sector"
+    );
+    // A target that is in use is refused.
+    let other = place.say("repair --to store.damaged");
+    assert_eq!(other.status, 2, "{other:?}");
+}

@@ -75,6 +75,33 @@ pub(crate) enum Command {
     Stats,
     /// Read every byte of a closed store and list what is wrong
     Verify,
+    /// Write what is left of a damaged store into a new directory
+    Repair(Repair),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Repair {
+    /// Report what would be lost, and write nothing
+    #[arg(long, conflicts_with_all = ["to", "swap"])]
+    pub(crate) dry_run: bool,
+    /// The new directory [default: the store's name with .repaired; with --swap .damaged]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) to: Option<PathBuf>,
+    /// Put the repaired store in the place of the damaged one, whose files are kept in the other
+    /// directory
+    #[arg(long)]
+    pub(crate) swap: bool,
+    /// A namespace by its number, if MANIFEST cannot be read; repeated for each
+    #[arg(long, value_name = "NUMBER=NAME:KIND", value_parser = named_space)]
+    pub(crate) space: Vec<NamedSpace>,
+}
+
+/// A namespace that the caller of `repair` names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NamedSpace {
+    pub(crate) id: u16,
+    pub(crate) name: String,
+    pub(crate) kind: NamespaceKind,
 }
 
 #[derive(Debug, Args)]
@@ -267,6 +294,21 @@ fn effects(text: &str) -> Result<NamespaceKind, String> {
         .ok_or_else(|| "a class is repeatable, probeable, non-repeatable or internal".to_string())
 }
 
+/// Reads `1=orders:non-repeatable`.
+fn named_space(text: &str) -> Result<NamedSpace, String> {
+    let wrong = || "a namespace is NUMBER=NAME:KIND, such as 1=orders:repeatable".to_string();
+    let (id, rest) = text.split_once('=').ok_or_else(wrong)?;
+    let (name, kind) = rest.rsplit_once(':').ok_or_else(wrong)?;
+    let kind = NamespaceKind::from_name(kind).ok_or_else(|| {
+        "a kind is filter, repeatable, probeable, non-repeatable or internal".to_string()
+    })?;
+    Ok(NamedSpace {
+        id: id.parse().map_err(|e| format!("not a number: {e}"))?,
+        name: name.to_owned(),
+        kind,
+    })
+}
+
 fn retention(text: &str) -> Result<Retention, String> {
     if text == "forever" {
         Ok(Retention::Forever)
@@ -318,6 +360,22 @@ mod tests {
             "18446744073709551615d",
         ] {
             assert!(duration(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_named_namespace_has_a_number_a_name_and_a_kind() {
+        let named = named_space("3=a:b=c:non-repeatable").unwrap();
+        assert_eq!((named.id, named.name.as_str()), (3, "a:b=c"));
+        assert_eq!(named.kind, NamespaceKind::NonRepeatable);
+        for bad in [
+            "",
+            "orders:filter",
+            "1=orders",
+            "x=orders:filter",
+            "1=orders:none",
+        ] {
+            assert!(named_space(bad).is_err(), "{bad}");
         }
     }
 

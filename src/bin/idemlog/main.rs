@@ -15,6 +15,7 @@ mod lines;
 mod list;
 mod output;
 mod renewer;
+mod repair;
 mod run;
 mod space;
 mod stats;
@@ -86,5 +87,6 @@ fn dispatch(arguments: &Arguments) -> Result<u8, Stop> {
         Command::Pending => list::pending(common),
         Command::Stats => stats::stats(common),
         Command::Verify => verify::verify(common),
+        Command::Repair(options) => repair::repair(common, options),
     }
 }

@@ -42,7 +42,7 @@ fn line(problem: &Problem) -> String {
         .offset
         .map_or_else(String::new, |offset| format!(" offset={offset}"));
     let remedy = if problem.is_log {
-        "restore it, see docs/operations.md"
+        "restore it, or see what idemlog repair can keep: docs/operations.md"
     } else {
         "the next open builds it again"
     };
