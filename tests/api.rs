@@ -2196,6 +2196,29 @@ fn c15_a_failed_write_is_taken_back_and_later_keys_survive() {
     }
 }
 
+/// `fail(Release)` of a started claim answered "absent" at once, and a power cut brought the start
+/// back: the key was in doubt, although its owner had been told that it is free.
+#[test]
+fn a_started_claim_that_is_released_stays_absent_after_a_power_cut() {
+    use idemlog::testing::sim::PowerCut;
+    let disk = SimDisk::new();
+    let log = options(&clock()).open_on(disk.dir()).unwrap();
+    let pays = log
+        .namespace::<NonRepeatable>("pays", NamespaceOptions::new())
+        .unwrap();
+    let ClaimVerdict::New(claim) = pays.claim("k").unwrap() else {
+        panic!("new");
+    };
+    let started = claim.start(b"").unwrap();
+    assert!(started.fail(Failure::Release).unwrap().is_applied());
+    let cut = disk.after_power_cut(&mut PowerCut::drop_all());
+    let log = options(&clock()).open_on(cut.dir()).unwrap();
+    let pays = log
+        .namespace::<NonRepeatable>("pays", NamespaceOptions::new())
+        .unwrap();
+    assert_eq!(pays.get("k").unwrap(), KeyState::Absent);
+}
+
 #[test]
 fn durability_below_power_loses_what_it_says_and_sync_keeps_the_rest() {
     use idemlog::testing::sim::PowerCut;

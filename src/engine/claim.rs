@@ -234,10 +234,12 @@ impl<C: EffectClass> Held<C> {
         if self.ended || self.detached {
             return;
         }
+        // A claim that was not started never waited for the disk.
+        let level = matches!(failure, Failure::Release).then_some(Durability::Buffered);
         // Nobody is left to tell: the claim stays pending then, and is an orphan after a reopen.
         if let Err(error) = self
             .namespace
-            .fail_epoch(&self.key, self.epoch, failure, None)
+            .fail_epoch(&self.key, self.epoch, failure, level)
         {
             let message = format!("ending a dropped claim failed: {error}");
             self.namespace

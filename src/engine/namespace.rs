@@ -503,10 +503,11 @@ impl<C: EffectClass> Namespace<C> {
         failure: &Failure,
         level: Option<Durability>,
     ) -> Result<Change> {
-        // A release of something that never waited for the disk need not wait either: a claim
-        // that comes back after a crash is an orphan, and claimed again.
+        // Where nothing waited for the disk a release need not wait either: a claim that comes
+        // back after a crash is an orphan, and claimed again. One that was started would come
+        // back in doubt.
         let level = match failure {
-            Failure::Release => level.unwrap_or(Durability::Buffered),
+            Failure::Release if !C::KIND.starts_durably() => level.unwrap_or(Durability::Buffered),
             _ => self.level(level),
         };
         self.change(key, level, None, |entry, env| {
