@@ -93,9 +93,11 @@ pub struct OpenReport {
     pub unsettled_count: u64,
     /// How long the open took.
     pub elapsed: Duration,
-    /// What the log has lost, if the store is open in [`OpenMode::Salvage`] because it is damaged.
+    /// The store is damaged and open for reading what is left, see [`OpenMode::Salvage`].
     ///
     /// [`OpenMode::Salvage`]: crate::OpenMode::Salvage
+    pub salvaged: bool,
+    /// What the log has lost, if it was salvaged: the first 10,000 ranges.
     pub lost: Vec<LostRange>,
 }
 

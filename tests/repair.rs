@@ -531,3 +531,334 @@ fn a_repair_in_which_a_call_fails_is_an_error_and_can_be_run_again() {
         }
     }
 }
+
+/// A killed store: one key claimed in a sealed segment, done in the unsealed end of the log.
+fn killed_with_work_at_the_end() -> SimDisk {
+    let disk = SimDisk::new();
+    let log = open(&disk).unwrap();
+    let pays = log.namespace::<NonRepeatable>("pays", space()).unwrap();
+    let seen = log.filter("seen", space()).unwrap();
+    let detached = ClaimOptions::new().detached(true);
+    let ClaimVerdict::New(claim) = pays.claim_with("k", &detached).unwrap() else {
+        panic!("new");
+    };
+    let ticket = claim.detach();
+    let mut n = 0;
+    while segments(&disk).len() < 3 {
+        assert!(seen.observe(key(n)).unwrap().is_new());
+        n += 1;
+    }
+    for n in 1000..1020 {
+        assert!(seen.observe(key(n)).unwrap().is_new());
+    }
+    assert!(pays.start_ticket(&ticket, b"").unwrap().is_applied());
+    let done = pays.commit_ticket(&ticket, Commit::new(*b"paid")).unwrap();
+    assert!(matches!(done, CommitVerdict::Committed { .. }));
+    disk.after_kill()
+}
+
+fn state_of_k(disk: &SimDisk) -> KeyState {
+    let log = open(disk).unwrap();
+    let pays = log.namespace::<NonRepeatable>("pays", space()).unwrap();
+    pays.get("k").unwrap()
+}
+
+/// A missing or foreign file is no unfinished write, whatever the marks say: a repair that took it
+/// for one called the store whole, and offered a key again that had been paid.
+#[test]
+fn a_missing_end_of_the_log_is_lost_and_its_claims_are_in_doubt() {
+    let killed = killed_with_work_at_the_end();
+    assert!(matches!(
+        state_of_k(&killed.after_kill()),
+        KeyState::Done(_)
+    ));
+    let with_records = |name: &String| {
+        let bytes = killed.read_file(name).unwrap();
+        bytes.windows(4).any(|window| window == b"paid")
+    };
+    let last = segments(&killed).into_iter().find(with_records).unwrap();
+    for damage in ["missing", "empty", "foreign"] {
+        let disk = killed.after_kill();
+        match damage {
+            "missing" => assert!(disk.remove_file(&last)),
+            "empty" => disk.write_file(&last, Vec::new()),
+            _ => disk.write_file(&last, vec![0x11; 8192]),
+        }
+        let (target, report) = repaired(&disk);
+        assert!(!report.is_whole(), "{damage}");
+        assert_eq!(report.doubtful_count, 1, "{damage}");
+        assert!(
+            matches!(state_of_k(&target), KeyState::InDoubt(_)),
+            "{damage}"
+        );
+    }
+}
+
+#[test]
+fn what_the_device_refuses_to_read_is_lost_and_not_the_rest() {
+    let whole = store();
+    let before = forgotten(&open(&whole.after_kill()).unwrap());
+    assert_eq!(before, 0);
+    // All reads fail from some point on: nothing is called whole, and nothing panics.
+    for reads in 0..40 {
+        let disk = without_index(&whole);
+        disk.fail_reads_after(reads);
+        let target = SimDisk::memory();
+        match repair()
+            .namespace(1, "seen", NamespaceKind::Filter)
+            .namespace(2, "jobs", NamespaceKind::NonRepeatable)
+            .write_on(disk.dir().as_ref(), target.dir())
+        {
+            Ok(report) => {
+                let lost = forgotten(&open(&target).unwrap());
+                assert!(lost == 0 || !report.is_whole(), "after {reads} reads");
+            }
+            Err(error) => {
+                let kinds = [ErrorKind::Damaged, ErrorKind::Io];
+                assert!(kinds.contains(&error.kind()), "{error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_manifest_that_is_older_than_the_log_is_refused() {
+    let disk = SimDisk::memory();
+    let log = open(&disk).unwrap();
+    let seen = log.filter("seen", space()).unwrap();
+    assert!(seen.observe(key(0)).unwrap().is_new());
+    let older = disk.read_file("MANIFEST").unwrap();
+    for n in 1..KEYS {
+        assert!(seen.observe(key(n)).unwrap().is_new());
+    }
+    let later = log.filter("later", space()).unwrap();
+    assert!(later.observe("k").unwrap().is_new());
+    log.close().unwrap();
+    let disk = disk.after_kill();
+    disk.write_file("MANIFEST", older);
+    let error = repair().dry_run_on(disk.dir().as_ref()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+    // Without it the caller names both namespaces, and everything is there.
+    disk.remove_file("MANIFEST");
+    let named = repair()
+        .namespace(1, "seen", NamespaceKind::Filter)
+        .namespace(2, "later", NamespaceKind::Filter);
+    let target = SimDisk::memory();
+    let report = named.write_on(disk.dir().as_ref(), target.dir()).unwrap();
+    assert_eq!(report.lost_count, 0, "{report:?}");
+    let log = open(&target).unwrap();
+    let seen = log.filter("seen", space()).unwrap();
+    assert!((0..KEYS).all(|n| seen.get(key(n)).unwrap() == KeyState::Seen));
+}
+
+#[test]
+fn a_hole_between_segments_is_lost_also_without_a_manifest() {
+    let killed = killed_with_work_at_the_end();
+    let names = segments(&killed);
+    for gone in &names {
+        for damage in ["missing", "headless"] {
+            let disk = without_index(&killed);
+            disk.remove_file("MANIFEST");
+            if damage == "missing" {
+                disk.remove_file(gone);
+            } else {
+                let mut bytes = disk.read_file(gone).unwrap();
+                bytes[..64].fill(0x77);
+                disk.write_file(gone, bytes);
+            }
+            let named = repair()
+                .namespace(1, "pays", NamespaceKind::NonRepeatable)
+                .namespace(2, "seen", NamespaceKind::Filter);
+            let target = SimDisk::memory();
+            let report = named.write_on(disk.dir().as_ref(), target.dir()).unwrap();
+            assert!(report.manifest_lost && !report.is_whole());
+            // Never plainly claimable: done, in doubt, or lost with its first segment.
+            let state = state_of_k(&target);
+            let first = *gone == names[0];
+            let fits = match state {
+                KeyState::Done(_) | KeyState::InDoubt(_) => true,
+                KeyState::Absent => first,
+                _ => false,
+            };
+            assert!(fits, "{gone} {damage}: {state:?}");
+        }
+    }
+}
+
+#[test]
+fn an_unfinished_repair_is_no_source() {
+    let whole = store();
+    let target = SimDisk::new();
+    target.stop_at(20);
+    assert!(
+        repair()
+            .write_on(whole.dir().as_ref(), target.dir())
+            .is_err()
+    );
+    let half = target.after_kill();
+    assert!(half.file_names().contains(&"REPAIRING".to_owned()));
+    let error = repair().dry_run_on(half.dir().as_ref()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Incompatible);
+}
+
+#[test]
+fn namespaces_that_are_named_wrongly_are_refused() {
+    let disk = store();
+    disk.remove_file("MANIFEST");
+    let filter = NamespaceKind::Filter;
+    let once = NamespaceKind::NonRepeatable;
+    let wrong = [
+        repair(),
+        repair().namespace(1, "seen", filter),
+        repair()
+            .namespace(1, "seen", once)
+            .namespace(2, "jobs", once),
+        repair()
+            .namespace(1, "seen", filter)
+            .namespace(2, "jobs", filter),
+        repair()
+            .namespace(1, "same", filter)
+            .namespace(2, "same", once),
+        repair()
+            .namespace(1, "seen", filter)
+            .namespace(1, "jobs", once),
+        repair()
+            .namespace(0, "zero", filter)
+            .namespace(2, "jobs", once),
+        repair().namespace(1, "", filter).namespace(2, "jobs", once),
+    ];
+    for repair in wrong {
+        let error = repair.dry_run_on(disk.dir().as_ref()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{repair:?}");
+    }
+    let purged = repair().namespace(1, "seen", filter).purged(2);
+    let report = purged.dry_run_on(disk.dir().as_ref()).unwrap();
+    assert!(report.purged_count > 0);
+}
+
+#[test]
+fn a_forgotten_key_is_no_answer_in_what_is_left() {
+    let disk = SimDisk::memory();
+    let log = open(&disk).unwrap();
+    let seen = log.filter("seen", space()).unwrap();
+    assert!(seen.observe(key(1)).unwrap().is_new());
+    assert!(seen.forget(key(1)).unwrap().is_applied());
+    assert!(seen.observe(key(2)).unwrap().is_new());
+    assert!(seen.observe(key(1)).unwrap().is_new());
+    log.close().unwrap();
+    let disk = without_index(&disk);
+    let name = segments(&disk).remove(0);
+    let mut bytes = disk.read_file(&name).unwrap();
+    let last = find_last(&bytes, &key(1));
+    bytes[last] ^= 1;
+    disk.write_file(&name, bytes);
+    let log = options()
+        .open_mode(OpenMode::Salvage)
+        .open_on(disk.dir())
+        .unwrap();
+    assert!(log.open_report().salvaged);
+    let seen = log.filter("seen", space()).unwrap();
+    assert_eq!(seen.get(key(2)).unwrap(), KeyState::Seen);
+    for error in [
+        seen.get(key(1)).map(drop).unwrap_err(),
+        seen.check_many(&[key(1)]).map(drop).unwrap_err(),
+        seen.forget(key(1)).map(drop).unwrap_err(),
+        seen.observe(key(1)).map(drop).unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+    }
+}
+
+fn find_last(bytes: &[u8], part: &[u8]) -> usize {
+    let found = bytes.windows(part.len()).rposition(|window| window == part);
+    found.expect("the key is in the file")
+}
+
+#[test]
+fn the_probe_is_asked_only_some_time_after_the_repair() {
+    let disk = SimDisk::memory();
+    let log = open(&disk).unwrap();
+    let asks = log.namespace::<Probeable>("asks", space()).unwrap();
+    let detached = ClaimOptions::new().detached(true);
+    let ClaimVerdict::New(claim) = asks.claim_with("k", &detached).unwrap() else {
+        panic!("new");
+    };
+    let _ticket = claim.detach();
+    let seen = log.filter("seen", space()).unwrap();
+    for n in 0..3 {
+        assert!(seen.observe(key(n)).unwrap().is_new());
+    }
+    log.close().unwrap();
+    let disk = disk.after_kill();
+    let name = segments(&disk).remove(0);
+    let mut bytes = disk.read_file(&name).unwrap();
+    let at = find(&bytes, &key(1));
+    bytes[at] ^= 1;
+    disk.write_file(&name, bytes);
+    // A day later: the lease has long lapsed, but a start that is lost may be recent.
+    let day_ms = 24 * 3600 * 1000;
+    let clock = clock();
+    clock.advance_ms(day_ms);
+    let target = SimDisk::memory();
+    Repair::of("simulated")
+        .clock(Arc::clone(&clock) as _)
+        .write_on(disk.dir().as_ref(), target.dir())
+        .unwrap();
+    let log = options()
+        .clock(Arc::clone(&clock) as _)
+        .open_on(target.dir())
+        .unwrap();
+    let settle = space().settle(Duration::from_secs(60));
+    let asks = log
+        .namespace::<Probeable>("asks", settle)
+        .unwrap()
+        .with_probe(|_| idemlog::Probed::NotApplied);
+    assert!(matches!(
+        asks.claim("k").unwrap(),
+        ClaimVerdict::Busy { .. }
+    ));
+    clock.advance_ms(61_000);
+    let asked = asks.claim("k").unwrap();
+    assert!(matches!(asked, ClaimVerdict::Takeover { .. }), "{asked:?}");
+}
+
+/// One damaged record used to refuse the whole store, after the manifest had been changed, if a
+/// claim of the same key was listed in an older footer.
+#[test]
+fn a_damaged_end_of_a_listed_claim_costs_its_own_key_only() {
+    let disk = SimDisk::memory();
+    let log = open(&disk).unwrap();
+    let jobs = log.namespace::<NonRepeatable>("jobs", space()).unwrap();
+    let seen = log.filter("seen", space()).unwrap();
+    let ClaimVerdict::New(claim) = jobs.claim("k").unwrap() else {
+        panic!("new");
+    };
+    let mut started = claim.start(b"").unwrap();
+    let mut n = 0;
+    let mut fill = |segments_count: usize| {
+        while segments(&disk).len() < segments_count {
+            assert!(seen.observe(key(n)).unwrap().is_new());
+            n += 1;
+        }
+    };
+    fill(3);
+    let _done = started.commit(b"unique-outcome").unwrap();
+    fill(5);
+    log.maintain().unwrap();
+    drop(started);
+    log.close().unwrap();
+    let disk = disk.after_kill();
+    for name in segments(&disk) {
+        let mut bytes = disk.read_file(&name).unwrap();
+        if let Some(at) = bytes.windows(14).position(|w| w == b"unique-outcome") {
+            bytes[at] ^= 1;
+            disk.write_file(&name, bytes);
+        }
+    }
+    let log = open(&disk).unwrap();
+    let jobs = log.namespace::<NonRepeatable>("jobs", space()).unwrap();
+    assert_eq!(jobs.get("k").unwrap_err().kind(), ErrorKind::Damaged);
+    assert_eq!(jobs.claim("k").unwrap_err().kind(), ErrorKind::Damaged);
+    let seen = log.filter("seen", space()).unwrap();
+    assert_eq!(seen.get(key(0)).unwrap(), KeyState::Seen);
+}

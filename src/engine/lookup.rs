@@ -90,10 +90,6 @@ impl Engine {
         if located.hit.is_none() {
             located.hit = self.search_view(&located.view, wanted, &extract)?;
         }
-        if located.hit.is_none() {
-            // Its record may be among those that are lost.
-            self.check_whole()?;
-        }
         Ok(located)
     }
 

@@ -12,7 +12,7 @@ use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
 use super::prepare::{create_segment, random_u32};
 use super::recovery::recover;
-use super::repair::Repair;
+use super::repair::{Repair, is_readable_damage};
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{Manifest, RunEntry, SegmentEntry};
@@ -79,14 +79,14 @@ pub(crate) fn open_dir(
     options.validate()?;
     let started = options.clock.read().boot_ms;
     look_before_lock(dir.as_ref(), shown, options.create)?;
-    let lock = take_lock(dir.as_ref(), shown, &options)?;
+    let lock = take_lock(dir.as_ref(), shown, &options, true)?;
     let mut engine = match options.mode {
         OpenMode::Strict => recover_or_create(dir, lock, shown, in_place, options)?,
         OpenMode::Salvage => {
             let strict = options.clone();
             match recover_or_create(Arc::clone(&dir), lock, shown, in_place, strict) {
-                Err(why) if why.kind() == ErrorKind::Damaged => {
-                    let lock = take_lock(dir.as_ref(), shown, &options)?;
+                Err(why) if is_readable_damage(&why) => {
+                    let lock = take_lock(dir.as_ref(), shown, &options, true)?;
                     Repair::open_in_memory(dir.as_ref(), &options, lock, why)?
                 }
                 opened => opened?,
@@ -98,6 +98,19 @@ pub(crate) fn open_dir(
         engine.report.elapsed = Duration::from_millis(elapsed);
     }
     Ok(engine)
+}
+
+/// Refuses the target of a repair that has not finished: part of the log may be missing.
+pub(super) fn refuse_unfinished(names: &[String]) -> Result<()> {
+    let repairing = FileName::Repairing.to_string();
+    if !names.contains(&repairing) {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Incompatible,
+        "a repair that writes this store has not finished; run it again with the same target",
+    )
+    .in_file(repairing))
 }
 
 fn recover_or_create(
@@ -123,14 +136,7 @@ fn look_before_lock(dir: &dyn Dir, shown: &str, create: bool) -> Result<()> {
     let names = dir
         .list()
         .map_err(|e| Error::io("listing the directory failed", e).in_file(shown))?;
-    let repairing = FileName::Repairing.to_string();
-    if names.contains(&repairing) {
-        return Err(Error::new(
-            ErrorKind::Incompatible,
-            "a repair that wrote this store has not finished; run it again with the same target",
-        )
-        .in_file(repairing));
-    }
+    refuse_unfinished(&names)?;
     // Read before the lock is taken: what is not a store of this format gets no file.
     if read_manifest(dir)?.is_some() {
         return Ok(());
@@ -152,14 +158,20 @@ fn look_before_lock(dir: &dyn Dir, shown: &str, create: bool) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn take_lock(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> {
+/// Takes the lock, and waits for it as long as the options say.
+pub(super) fn take_lock(
+    dir: &dyn Dir,
+    shown: &str,
+    options: &Options,
+    create: bool,
+) -> Result<Box<dyn Lock>> {
     let name = FileName::Lock.to_string();
     let note = format!("pid={}", std::process::id());
     let timeout_ms = u64::try_from(options.lock_timeout.as_millis()).unwrap_or(u64::MAX);
     let deadline = options.clock.read().boot_ms.saturating_add(timeout_ms);
     loop {
         let attempt = dir
-            .lock(&name, true, &note)
+            .lock(&name, create, &note)
             .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))?;
         let holder = match attempt {
             Ok(lock) => return Ok(lock),

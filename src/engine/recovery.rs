@@ -154,17 +154,30 @@ impl Replayed {
     }
 }
 
+/// Tables of full segments that an open keeps from its first reading to the sealing: there is one
+/// such segment, but on a full disk. More are read again, so that the memory of an open has a
+/// bound, whatever the manifest says.
+const TABLES_KEPT_MAX: usize = 2;
+
+/// A segment that was full when the store went down, and is not sealed.
+struct Full {
+    segment: Arc<SegmentFile>,
+    end: u32,
+    trusted_ms: u64,
+    replayed: Option<Replayed>,
+}
+
 /// What recovery has read before it writes anything.
 struct Gathered {
     /// Unsealed segments that were full, oldest first.
-    frozen: Vec<(Arc<SegmentFile>, Replayed)>,
+    frozen: Vec<Full>,
     active: (Arc<SegmentFile>, Replayed),
     next: Vec<Arc<SegmentFile>>,
     sealed: Vec<SealedSegment>,
     /// The listed runs that are there and whole, oldest first.
     runs: Vec<Run>,
     /// Unsettled records that the footers of sealed segments list.
-    unsettled: Vec<(Position, u16, Vec<u8>)>,
+    unsettled: Vec<(Position, u16)>,
     proven: Position,
     trusted_ms: u64,
     orphans: Vec<String>,
@@ -361,10 +374,15 @@ impl Engine {
     }
 
     /// Seals the segments that were full, oldest first. Each begins when the one before it ends.
-    fn seal_all_recovered(&self, frozen: Vec<(Arc<SegmentFile>, Replayed)>) -> Result<()> {
+    fn seal_all_recovered(&self, frozen: Vec<Full>) -> Result<()> {
         let mut began_at_s = to_seconds(self.now().trusted_ms);
-        for (segment, replayed) in frozen {
-            let ended_at_s = to_seconds(replayed.trusted_ms);
+        for full in frozen {
+            let segment = full.segment;
+            let replayed = match full.replayed {
+                Some(replayed) => replayed,
+                None => replay_segment(&read_image(&segment)?, &segment, &self.hash)?,
+            };
+            let ended_at_s = to_seconds(full.trusted_ms);
             self.seal_recovered(segment, replayed, began_at_s.min(ended_at_s))?;
             began_at_s = ended_at_s;
         }
@@ -404,32 +422,42 @@ impl Engine {
     /// still its key's newest record, and from the active segment.
     fn gather_unsettled(
         &self,
-        listed: Vec<(Position, u16, Vec<u8>)>,
+        listed: Vec<(Position, u16)>,
         active: Vec<(Position, u16)>,
     ) -> Result<()> {
         let mut found = Vec::new();
         // Segments that this open has sealed list theirs too; those before it were read already.
         let mut listed = listed;
-        let known: BTreeSet<u64> = listed.iter().map(|(at, _, _)| at.get()).collect();
+        let known: BTreeSet<u64> = listed.iter().map(|(at, _)| at.get()).collect();
         let view = self.core().view.clone();
         for sealed in view.sealed.values() {
             let records = footer_records(sealed)?;
             listed.extend(records.into_iter().filter(|r| !known.contains(&r.0.get())));
         }
-        for (position, namespace, key) in listed {
+        for (position, namespace) in listed {
+            let Some(segment) = view.segment(position.segment()) else {
+                continue;
+            };
+            let key = read_key(segment, position.offset())?.1;
             let wanted = self.wanted(namespace, &key);
             let located = match self.locate(wanted, |_| ()) {
                 // A page of a run has gone bad: built again, it answers.
                 Err(error) if error.kind() == ErrorKind::Damaged => {
-                    self.rebuild_damaged(&mut self.maintenance())?;
-                    self.locate(wanted, |_| ())?
+                    let rebuilt = self.rebuild_damaged(&mut self.maintenance());
+                    rebuilt.and_then(|()| self.locate(wanted, |_| ()))
                 }
-                located => located?,
+                located => located,
             };
-            if located
-                .hit
-                .is_some_and(|hit| hit.older.position == position)
-            {
+            let is_newest = match located {
+                Ok(located) => located
+                    .hit
+                    .is_some_and(|hit| hit.older.position == position),
+                // A record on the way is damaged, and so is each answer about this key. What is
+                // not known to be settled is not forgotten.
+                Err(error) if error.kind() == ErrorKind::Damaged => true,
+                Err(error) => return Err(error),
+            };
+            if is_newest {
                 found.push((position, namespace));
             }
         }
@@ -457,20 +485,25 @@ impl Engine {
     }
 }
 
-/// Reads the unsettled records that a segment's footer lists: position, namespace, key.
-fn footer_records(sealed: &Sealed) -> Result<Vec<(Position, u16, Vec<u8>)>> {
+/// Reads the unsettled records that a segment's footer lists: position and namespace. Keys are
+/// read again when they are looked up: only their places are kept.
+fn footer_records(sealed: &Sealed) -> Result<Vec<(Position, u16)>> {
     let segment = &sealed.segment;
     let mut records = Vec::new();
     for offset in footer_offsets(sealed)? {
-        let (namespace, key) = segment
-            .read(offset, |frame| {
-                let record = frame.record()?;
-                Ok((record.namespace, record.key.to_vec()))
-            })
-            .map_err(|e| super::lookup::read_error(e, segment, offset))?;
-        records.push((Position::new(segment.id, offset), namespace, key));
+        let (namespace, _key) = read_key(segment, offset)?;
+        records.push((Position::new(segment.id, offset), namespace));
     }
     Ok(records)
+}
+
+fn read_key(segment: &SegmentFile, offset: u32) -> Result<(u16, Vec<u8>)> {
+    segment
+        .read(offset, |frame| {
+            let record = frame.record()?;
+            Ok((record.namespace, record.key.to_vec()))
+        })
+        .map_err(|e| super::lookup::read_error(e, segment, offset))
 }
 
 /// Reads the list of unsettled offsets in front of a segment's seal.
@@ -488,6 +521,14 @@ fn footer_offsets(sealed: &Sealed) -> Result<Vec<u32>> {
             .map_err(|e| super::lookup::read_error(e, &sealed.segment, at))?;
         at = at.saturating_add(list.1);
         offsets.extend(list.0);
+    }
+    // One place listed again and again would be one record, and any amount of memory.
+    if !offsets.is_sorted_by(|a, b| a < b) {
+        return Err(Error::damaged(
+            sealed.segment.name(),
+            u64::from(at),
+            "list of unsettled records is not in order; nothing was changed",
+        ));
     }
     Ok(offsets)
 }
@@ -509,17 +550,17 @@ fn replay_unsealed(
         .collect();
     let total: u64 = unsealed.iter().map(|s| u64::from(s.bytes)).sum();
     let mut read = 0;
-    let mut parts: Vec<(Arc<SegmentFile>, Replayed)> = Vec::new();
-    let mut ended = false;
+    let mut full: Vec<Full> = Vec::new();
+    let mut active = None;
     let mut proven = manifest.closed_at.unwrap_or(0);
     for segment in &unsealed {
-        if ended && manifest.closed_at.is_some() {
+        if active.is_some() && manifest.closed_at.is_some() {
             // Behind the end of a log that was closed cleanly nothing was ever written.
             continue;
         }
         let image = read_image(segment)?;
         let mut valid = to_u32(SEGMENT_HEADER_BYTES);
-        if !ended {
+        if active.is_none() {
             let hint = read_hint(dir, manifest.store, segment, &image, hash);
             let known_count = hint.as_ref().map_or(0, |h| h.tally.records_count());
             let replayed = match hint {
@@ -528,10 +569,18 @@ fn replay_unsealed(
             };
             let records_count = replayed.tally.records_count();
             report.replayed_count += u64::from(records_count.saturating_sub(known_count));
-            ended = !replayed.sealed;
             valid = replayed.end;
             proven = proven.max(replayed.proven);
-            parts.push((Arc::clone(segment), replayed));
+            if replayed.sealed {
+                full.push(Full {
+                    segment: Arc::clone(segment),
+                    end: replayed.end,
+                    trusted_ms: replayed.trusted_ms,
+                    replayed: (full.len() < TABLES_KEPT_MAX).then_some(replayed),
+                });
+            } else {
+                active = Some((Arc::clone(segment), replayed));
+            }
         }
         proven = proven.max(proven_behind(&image, segment.nonce, valid));
         read += image.len() as u64;
@@ -539,7 +588,7 @@ fn replay_unsealed(
             progress(read, total);
         }
     }
-    let Some((active, replayed)) = parts.pop().filter(|_| ended) else {
+    let Some((active, replayed)) = active else {
         return Err(Error::damaged(
             FileName::Manifest.to_string(),
             0,
@@ -548,17 +597,13 @@ fn replay_unsealed(
     };
     let proven = Position::from_u64(proven);
     check_end(&active, &replayed, proven)?;
-    let next: Vec<Arc<SegmentFile>> = unsealed
-        .iter()
-        .skip(parts.len() + 1)
-        .map(|segment| Arc::clone(segment))
-        .collect();
-    let trusted_ms = parts.iter().map(|(_, r)| r.trusted_ms).max().unwrap_or(0);
+    let next = unsealed.into_iter().skip(full.len() + 1);
+    let trusted_ms = full.iter().map(|f| f.trusted_ms).max().unwrap_or(0);
     Ok(Gathered {
         trusted_ms: trusted_ms.max(replayed.trusted_ms),
-        frozen: parts,
+        frozen: full,
         active: (active, replayed),
-        next,
+        next: next.map(Arc::clone).collect(),
         sealed: Vec::new(),
         runs: Vec::new(),
         unsettled: Vec::new(),
@@ -575,9 +620,10 @@ fn settle_log(gathered: &Gathered, report: &mut OpenReport) -> Result<()> {
         // Closed cleanly: all of it was flushed, and nothing lies behind it.
         return Ok(());
     }
-    for (segment, replayed) in gathered.frozen.iter().chain([&gathered.active]) {
-        report.dropped_bytes += settle_segment(segment, replayed.end, proven)?;
+    for full in &gathered.frozen {
+        report.dropped_bytes += settle_segment(&full.segment, full.end, proven)?;
     }
+    report.dropped_bytes += settle_segment(active, replayed.end, proven)?;
     for segment in &gathered.next {
         report.dropped_bytes += settle_segment(segment, to_u32(SEGMENT_HEADER_BYTES), proven)?;
     }
@@ -644,4 +690,61 @@ fn settle_segment(segment: &SegmentFile, valid: u32, proven: Position) -> Result
     }
     file.sync().map_err(failed)?;
     Ok(if segment.recycled { 0 } else { junk as u64 })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::key::NamespaceKind;
+    use crate::options::{Durability, NamespaceOptions};
+    use crate::verdict::{KeyState, Observed};
+    use crate::vfs::sim::SimDisk;
+
+    const KEYS: u32 = 1500;
+
+    fn options() -> Options {
+        let options = Options::new().segment_bytes(4096).background(false);
+        options.durability(Durability::Process)
+    }
+
+    /// A closed store of many sealed segments.
+    fn store() -> SimDisk {
+        let disk = SimDisk::memory();
+        let log = options().open_on(disk.dir()).unwrap();
+        let filter = log.filter("f", NamespaceOptions::new()).unwrap();
+        for n in 0..KEYS {
+            assert_eq!(filter.observe(n.to_le_bytes()).unwrap(), Observed::New);
+        }
+        log.maintain().unwrap();
+        log.close().unwrap();
+        disk
+    }
+
+    fn edit(disk: &SimDisk, change: impl FnOnce(&mut Manifest)) {
+        let mut manifest = Manifest::decode(&disk.read_file("MANIFEST").unwrap()).unwrap();
+        change(&mut manifest);
+        disk.write_file("MANIFEST", manifest.encode());
+    }
+
+    #[test]
+    fn any_number_of_full_segments_is_sealed_with_few_tables_in_memory() {
+        let disk = store();
+        let mut sealed_count = 0;
+        edit(&disk, |manifest| {
+            manifest.closed_at = None;
+            manifest.runs.clear();
+            for segment in &mut manifest.segments {
+                sealed_count += usize::from(segment.sealed.take().is_some());
+            }
+        });
+        assert!(sealed_count > 2 * TABLES_KEPT_MAX, "{sealed_count}");
+        let log = options().open_on(disk.dir()).unwrap();
+        let filter = log.filter("f", NamespaceOptions::new()).unwrap();
+        for n in 0..KEYS {
+            assert_eq!(filter.get(n.to_le_bytes()).unwrap(), KeyState::Seen);
+        }
+        assert_eq!(log.open_report().replayed_count, u64::from(KEYS));
+        let kinds = [(String::from("f"), NamespaceKind::Filter)];
+        assert_eq!(log.namespaces(), kinds);
+    }
 }

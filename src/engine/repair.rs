@@ -1,24 +1,28 @@
 //! `repair`: writes what is left of a damaged store into a new directory.
 //!
 //! Safety properties:
-//! A. The damaged directory is only read, and locked meanwhile.
+//! A. The damaged directory is only read, and locked until it is out of use.
 //! B. The new directory is marked as unfinished before its first file and until everything in it
-//!    is durable: killed at any step, it is refused when opened, and the next repair starts again.
+//!    is durable: killed at any step, it is refused when opened or repaired, and the next repair
+//!    into it starts again.
 //! C. A key whose later records may be lost is not offered again where that could do the effect
 //!    twice: what a lost stretch may have changed goes in doubt, or to the probe.
 //! D. It is the same store afterwards: identity, epochs and derived keys go on, and segment ids go
 //!    on above all that exist.
 
+use std::collections::{BTreeSet, HashMap};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
 use super::core::{Need, Older, Room, UnsettledEntry};
-use super::open::{open_error, take_lock};
-use super::prepare::{Upkeep, create_segment, random_u32};
+use super::open::{find_orphans, open_error, refuse_unfinished, take_lock};
+use super::prepare::{create_segment, random_u32};
 use super::recovery::recover;
-use super::salvage::{self, Piece, Salvaged, Source};
+use super::salvage::{OldLog, Piece, Salvaged};
 use super::sweep::OwnedRecord;
 use crate::clock::Anchor;
 use crate::error::{Error, ErrorKind, Result};
@@ -30,13 +34,14 @@ use crate::format::to_u32;
 use crate::index::KeyHash;
 use crate::key::{NamespaceKind, check_namespace};
 use crate::options::{
-    Durability, OUTCOME_BYTES_DEFAULT, Options, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX, ZeroFill,
+    Durability, OUTCOME_BYTES_DEFAULT, Options, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX,
+    SEGMENT_BYTES_MIN, ZeroFill,
 };
 use crate::stats::{LostRange, OpenReport};
-use crate::vfs::disk::{DiskDir, exchange};
-use crate::vfs::{Access, Dir, Lock};
+use crate::vfs::disk::{DiskDir, exchange, lies_in};
+use crate::vfs::{Access, Dir, Lock, is_media_error};
 
-/// What a record is told that stands before a lost stretch.
+/// What a key is told that may have gone on in a lost stretch.
 const EVIDENCE: &[u8] = b"repair: records written after this one are lost";
 
 /// A repair of a damaged store: what is still readable is written into a new directory; the old
@@ -51,6 +56,7 @@ const EVIDENCE: &[u8] = b"repair: records written after this one are lost";
 pub struct Repair {
     path: PathBuf,
     named: Vec<NamespaceEntry>,
+    purged: BTreeSet<u16>,
     options: Options,
 }
 
@@ -62,27 +68,34 @@ pub struct RepairReport {
     pub segments_count: u64,
     /// Valid records found.
     pub found_count: u64,
-    /// Records written into the new store; 0 for a dry run.
+    /// Records written into the new store, as they were; 0 for a dry run.
     pub kept_count: u64,
     /// Valid records of purged namespaces, which were left behind.
     pub purged_count: u64,
     /// Keys that went in doubt, or to the probe, because a later record may be lost.
     pub doubtful_count: u64,
-    /// The manifest could not be read: namespaces are those that the caller named.
+    /// The manifest could not be read: namespaces are those that the caller named, and the end of
+    /// the log is not known.
     pub manifest_lost: bool,
-    /// What is lost, in the order of the log.
+    /// What is lost, in the order of the log: the first 10,000 ranges.
     pub lost: Vec<LostRange>,
+    /// The number of lost ranges.
+    pub lost_count: u64,
+    /// The bytes of all lost ranges.
+    pub lost_bytes: u64,
 }
 
 impl RepairReport {
     /// Says that nothing is lost: the store needs no repair.
     pub fn is_whole(&self) -> bool {
-        self.lost.is_empty() && !self.manifest_lost
+        self.lost_count == 0 && !self.manifest_lost
     }
 
-    /// Returns the number of lost bytes.
-    pub fn lost_bytes(&self) -> u64 {
-        self.lost.iter().map(|range| range.to - range.from).sum()
+    fn add(&mut self, salvaged: Salvaged) {
+        self.found_count = salvaged.records_count;
+        self.lost = salvaged.lost;
+        self.lost_count = salvaged.lost_count;
+        self.lost_bytes = salvaged.lost_bytes;
     }
 }
 
@@ -92,6 +105,7 @@ impl Repair {
         Repair {
             path: path.as_ref().to_owned(),
             named: Vec::new(),
+            purged: BTreeSet::new(),
             options: Options::new(),
         }
     }
@@ -101,6 +115,18 @@ impl Repair {
     pub fn namespace(mut self, id: u16, name: &str, kind: NamespaceKind) -> Self {
         let name = name.to_owned();
         self.named.push(NamespaceEntry { id, kind, name });
+        self
+    }
+
+    /// Says that the namespace of this number was purged: its records are left behind.
+    pub fn purged(mut self, id: u16) -> Self {
+        self.purged.insert(id);
+        self
+    }
+
+    /// Sets how long to wait for an opener of the damaged store to go. Default: not at all.
+    pub fn lock_timeout(mut self, timeout: Duration) -> Self {
+        self.options = self.options.lock_timeout(timeout);
         self
     }
 
@@ -117,7 +143,7 @@ impl Repair {
     /// As [`Repair::dry_run`], but for the lock.
     #[cfg(any(test, feature = "testing"))]
     pub fn dry_run_on(&self, from: &dyn Dir) -> Result<RepairReport> {
-        self.look(from)
+        self.look(from).map(|(_, report)| report)
     }
 
     /// Does what [`Repair::write_to`] does, on any directories.
@@ -134,12 +160,11 @@ impl Repair {
     ///
     /// # Errors
     /// `Locked` while the store is open, `Incompatible` for what is not a store of this format or
-    /// has newer records, `Damaged` if neither manifest nor any segment can be read, `Invalid` if
-    /// namespaces have to be named, `Io`.
+    /// has newer records, `Damaged` if neither manifest nor any segment can be read or the
+    /// manifest is older than the log, `Invalid` if namespaces have to be named, `Io`.
     pub fn dry_run(&self) -> Result<RepairReport> {
-        let dir = open_dir(&self.path)?;
-        let lock = take_source(&dir, &self.path)?;
-        let report = self.look(&dir)?;
+        let (dir, lock) = self.take_source()?;
+        let (_, report) = self.look(&dir)?;
         drop(lock);
         Ok(report)
     }
@@ -148,60 +173,110 @@ impl Repair {
     /// over by an interrupted repair. The store there is complete when this returns.
     ///
     /// # Errors
-    /// As [`Repair::dry_run`]; `Invalid` for a target that holds something else.
+    /// As [`Repair::dry_run`]; `Invalid` for a target that holds something else, or lies inside
+    /// the damaged store.
     pub fn write_to(&self, target: impl AsRef<Path>) -> Result<RepairReport> {
-        let target = target.as_ref();
-        let dir = open_dir(&self.path)?;
-        let lock = take_source(&dir, &self.path)?;
-        let shown = target.display().to_string();
-        let made = DiskDir::open(target, true).map_err(|e| open_error(e, &shown))?;
-        let report = self.write(&dir, Arc::new(made), &shown)?;
+        let (dir, lock) = self.take_source()?;
+        let report = self.write_path(&dir, target.as_ref())?;
         drop(lock);
         Ok(report)
     }
 
-    /// Exchanges two directories in one step, and makes that durable: the repaired store takes the
-    /// place of the damaged one, whose files are then in `target`.
+    /// Does what [`Repair::write_to`] does, and then exchanges the two directories in one step:
+    /// the repaired store takes the place of the damaged one, whose files are in `target`
+    /// afterwards. Nobody gets the damaged store open in between.
     ///
     /// # Errors
-    /// `Io`, with nothing exchanged, also where the file system cannot do it: rename by hand.
-    pub fn swap(&self, target: impl AsRef<Path>) -> Result<()> {
-        exchange(&self.path, target.as_ref()).map_err(|e| {
-            Error::io("exchanging the directories failed", e)
-                .in_file(self.path.display().to_string())
-        })
-    }
-
-    /// Reads everything, writes nothing.
-    pub(crate) fn look(&self, from: &dyn Dir) -> Result<RepairReport> {
-        let plan = self.plan(from)?;
-        let mut report = plan.report();
-        let salvaged = salvage::read_log(from, &plan.sources, plan.closed_at, &mut |piece| {
-            let Piece::Record(record) = piece else {
-                return Ok(());
-            };
-            if plan.kind(&record).is_none() {
-                report.purged_count += 1;
+    /// As [`Repair::write_to`]; `Io` where the file system cannot exchange directories: the
+    /// repaired store is complete in `target` then, unless [`Error::applied`] says `Maybe`.
+    pub fn replace_by_way_of(&self, target: impl AsRef<Path>) -> Result<RepairReport> {
+        let target = target.as_ref();
+        let (dir, lock) = self.take_source()?;
+        let report = self.write_path(&dir, target)?;
+        let shown = self.path.display().to_string();
+        match exchange(&self.path, target) {
+            Ok(Ok(())) => {}
+            Ok(Err(late)) => {
+                let what = "exchanging the directories may not survive a power cut";
+                return Err(Error::io(what, late).in_file(shown).maybe_applied());
             }
-            Ok(())
-        })?;
-        plan.check_named(&report)?;
-        report.add(salvaged);
+            Err(error) => {
+                let what = format!(
+                    "the repaired store is complete in {}, but exchanging the directories failed",
+                    target.display()
+                );
+                return Err(Error::io(what, error).in_file(shown));
+            }
+        }
+        drop(lock);
         Ok(report)
     }
 
+    fn write_path(&self, dir: &DiskDir, target: &Path) -> Result<RepairReport> {
+        let shown = target.display().to_string();
+        let failed = |e: io::Error| open_error(e, &shown);
+        if lies_in(target, &self.path).map_err(failed)? {
+            return Err(Error::invalid(
+                "target of a repair lies inside the damaged store; nothing was written; name \
+                 another",
+            )
+            .in_file(shown));
+        }
+        // What cannot be repaired leaves no target behind.
+        self.look(dir)?;
+        let made = DiskDir::open(target, true).map_err(failed)?;
+        self.write(dir, Arc::new(made), &shown)
+    }
+
+    /// Locks the damaged store where that is possible without making a file.
+    fn take_source(&self) -> Result<(DiskDir, Option<Box<dyn Lock>>)> {
+        let shown = self.path.display().to_string();
+        let dir = DiskDir::open(&self.path, false).map_err(|e| open_error(e, &shown))?;
+        let lock = match take_lock(&dir, &shown, &self.options, false) {
+            Ok(lock) => Some(lock),
+            // Without a lock file, or the right to open it, nobody else writes here.
+            Err(error) if is_unlockable(&error) => None,
+            Err(error) => return Err(error),
+        };
+        Ok((dir, lock))
+    }
+
+    /// Reads everything, writes nothing.
+    fn look(&self, from: &dyn Dir) -> Result<(Plan, RepairReport)> {
+        let mut plan = self.plan(from)?;
+        let mut report = plan.report();
+        let mut unnamed = BTreeSet::new();
+        let salvaged = plan.log.read(from, &mut |piece| {
+            let Piece::Record(record) = piece else {
+                return Ok(());
+            };
+            match plan.kinds.get(&record.namespace) {
+                Some(kind) => return check_kind(*kind, &record),
+                None if self.purged.contains(&record.namespace) => {}
+                None => {
+                    unnamed.insert(record.namespace);
+                }
+            }
+            report.purged_count += 1;
+            Ok(())
+        })?;
+        plan.check_named(&unnamed)?;
+        plan.any_lost = salvaged.lost_count > 0 || report.manifest_lost;
+        plan.generation = salvaged.generation;
+        plan.trusted_ms = salvaged.trusted_ms;
+        plan.namespace_max = salvaged.namespace_max;
+        report.add(salvaged);
+        Ok((plan, report))
+    }
+
     /// Reads everything and writes it into another directory (B).
-    pub(crate) fn write(
-        &self,
-        from: &dyn Dir,
-        to: Arc<dyn Dir>,
-        shown: &str,
-    ) -> Result<RepairReport> {
+    fn write(&self, from: &dyn Dir, to: Arc<dyn Dir>, shown: &str) -> Result<RepairReport> {
+        let (plan, report) = self.look(from)?;
         let lock = begin(to.as_ref(), shown, &self.options)?;
-        let (engine, report) = self.write_marked(from, &to, lock)?;
+        let (engine, report) = self.write_marked(from, &to, lock, &plan, report)?;
         engine.close()?;
-        engine.unlock_if_over();
         finish(to.as_ref())?;
+        engine.unlock_if_over();
         Ok(report)
     }
 
@@ -211,31 +286,33 @@ impl Repair {
         from: &dyn Dir,
         to: &Arc<dyn Dir>,
         lock: Box<dyn Lock>,
+        plan: &Plan,
+        mut report: RepairReport,
     ) -> Result<(Arc<Engine>, RepairReport)> {
-        let plan = self.plan(from)?;
-        let mut report = self.look(from)?;
-        let manifest = plan.new_store(to.as_ref(), &report, from)?;
-        let engine = recover(
-            Arc::clone(to),
-            lock,
-            false,
-            plan.options(&self.options),
-            manifest,
-            OpenReport::default(),
-        )?;
+        let manifest = plan.new_store(to.as_ref())?;
+        let options = plan.options(&self.options);
+        let found = OpenReport::default();
+        let engine = recover(Arc::clone(to), lock, false, options, manifest, found)?;
+        engine.time.raise(engine.clock(), plan.trusted_ms);
         let mut writer = Writer {
             engine: &engine,
-            plan: &plan,
-            upkeep: Upkeep::default(),
-            restless: Vec::new(),
+            plan,
+            restless: BTreeSet::new(),
             kept_count: 0,
             doubtful_count: 0,
         };
-        salvage::read_log(from, &plan.sources, plan.closed_at, &mut |piece| {
-            writer.take(piece)
-        })?;
+        // What is told is what this reading has met: a dying disk may read once and not twice.
+        let salvaged = plan.log.read(from, &mut |piece| writer.take(piece))?;
         report.kept_count = writer.kept_count;
         report.doubtful_count = writer.doubtful_count;
+        if salvaged.lost_count > report.lost_count && !plan.any_lost {
+            return Err(Error::new(
+                ErrorKind::Damaged,
+                "more is lost than at the first reading: the device is failing; copy the \
+                 directory to another one first",
+            ));
+        }
+        report.add(salvaged);
         Ok((engine, report))
     }
 
@@ -249,89 +326,127 @@ impl Repair {
         let repair = Repair {
             path: PathBuf::new(),
             named: Vec::new(),
+            purged: BTreeSet::new(),
             options: options.clone(),
         };
         if repair.plan(dir)?.is_pieced_together() {
             // Nobody is here to name the namespaces.
             return Err(why);
         }
+        let (plan, report) = repair.look(dir)?;
         let memory = crate::vfs::sim::SimDisk::memory().dir();
-        let (mut engine, report) = repair.write_marked(dir, &memory, lock)?;
-        if let Some(engine) = Arc::get_mut(&mut engine) {
-            engine.salvaged = Some(why.to_string());
-            engine.report.lost = report.lost;
-        }
+        let (mut engine, report) = repair.write_marked(dir, &memory, lock, &plan, report)?;
+        let Some(only) = Arc::get_mut(&mut engine) else {
+            return Err(why);
+        };
+        only.salvaged = Some(why.to_string());
+        only.report.salvaged = true;
+        only.report.lost = report.lost;
         Ok(engine)
     }
 
     fn plan(&self, from: &dyn Dir) -> Result<Plan> {
-        for named in &self.named {
-            check_namespace(&named.name)?;
-        }
+        let names = from
+            .list()
+            .map_err(|e| Error::io("listing the directory failed", e))?;
+        refuse_unfinished(&names)?;
         match read_manifest(from) {
-            Ok(Some(manifest)) => Ok(Plan {
-                sources: salvage::listed(&manifest),
-                closed_at: manifest.closed_at,
-                old: Old::Manifest(manifest),
-            }),
-            Err(error) if error.kind() != ErrorKind::Damaged => Err(error),
+            Ok(Some(manifest)) => {
+                // A manifest that is older than the log would hide what came later.
+                find_orphans(from, &manifest)?;
+                let kinds = manifest.namespaces.iter().map(|n| (n.id, n.kind));
+                Ok(Plan::new(
+                    OldLog::listed(&manifest),
+                    kinds.collect(),
+                    Old::Manifest(manifest),
+                ))
+            }
+            Err(error) if !is_readable_damage(&error) => Err(error),
             Ok(None) | Err(_) => {
-                let (sources, store) = salvage::found(from)?;
-                Ok(Plan {
-                    sources,
-                    closed_at: None,
-                    old: Old::Pieces {
-                        store,
-                        named: self.named.clone(),
-                    },
-                })
+                let kinds = self.named_kinds()?;
+                let old = Old::Named(self.named.clone());
+                Ok(Plan::new(OldLog::found(from)?, kinds, old))
             }
         }
     }
-}
 
-fn open_dir(path: &Path) -> Result<DiskDir> {
-    DiskDir::open(path, false).map_err(|e| open_error(e, &path.display().to_string()))
-}
-
-/// Locks the damaged store where that is possible without making a file.
-fn take_source(dir: &DiskDir, path: &Path) -> Result<Option<Box<dyn Lock>>> {
-    let note = format!("pid={} (repair)", std::process::id());
-    match dir.lock(&FileName::Lock.to_string(), false, &note) {
-        Ok(Ok(lock)) => Ok(Some(lock)),
-        Ok(Err(holder)) => Err(Error::new(
-            ErrorKind::Locked,
-            format!("store is open elsewhere: holder={holder}; close it there first"),
-        )
-        .in_file(path.display().to_string())),
-        Err(_missing) => Ok(None),
+    /// Checks what the caller has named.
+    fn named_kinds(&self) -> Result<HashMap<u16, NamespaceKind>> {
+        let mut kinds = HashMap::new();
+        let mut names = BTreeSet::new();
+        for NamespaceEntry { id, kind, name } in &self.named {
+            check_namespace(name)?;
+            let is_number = (1..u16::MAX).contains(id) && !self.purged.contains(id);
+            if !is_number || kinds.insert(*id, *kind).is_some() || !names.insert(name) {
+                return Err(Error::invalid(format!(
+                    "each namespace has one number from 1 to 65534 and one name: id={id} \
+                     name={name}"
+                )));
+            }
+        }
+        Ok(kinds)
     }
+}
+
+fn io_source(error: &Error) -> Option<&io::Error> {
+    std::error::Error::source(error).and_then(|source| source.downcast_ref())
+}
+
+fn is_unlockable(error: &Error) -> bool {
+    use io::ErrorKind::{NotFound, PermissionDenied, ReadOnlyFilesystem};
+    io_source(error)
+        .is_some_and(|e| [NotFound, PermissionDenied, ReadOnlyFilesystem].contains(&e.kind()))
+}
+
+/// Says whether a file is there but cannot be believed, or not be read.
+pub(super) fn is_readable_damage(error: &Error) -> bool {
+    error.kind() == ErrorKind::Damaged || io_source(error).is_some_and(is_media_error)
+}
+
+/// Refuses a kind that the records contradict: with it every key would be new.
+fn check_kind(kind: NamespaceKind, record: &Record<'_>) -> Result<()> {
+    let fits = match record.kind {
+        Kind::Forgotten => true,
+        Kind::Seen => kind == NamespaceKind::Filter,
+        _ => kind != NamespaceKind::Filter,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "namespace has another kind by its records: id={} named={}; nothing was written",
+        record.namespace,
+        kind.name()
+    )))
 }
 
 /// Takes the target and marks it as unfinished, with nothing else in it.
 fn begin(to: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> {
     let failed = |e| Error::io("preparing the repair's target failed", e).in_file(shown);
     let mark = FileName::Repairing.to_string();
-    let names = to.list().map_err(failed)?;
-    let is_ours = names.contains(&mark);
     let lock_name = FileName::Lock.to_string();
-    let mut others = names.iter().filter(|name| **name != lock_name);
-    if !is_ours && let Some(other) = others.next() {
-        return Err(Error::invalid(format!(
-            "target of a repair is not empty: found={other}; nothing was written; name another"
-        ))
-        .in_file(shown));
-    }
-    let lock = take_lock(to, shown, options)?;
-    if !is_ours {
+    let refuse = |names: &[String]| {
+        let mut others = names.iter().filter(|name| **name != lock_name);
+        let other = others.next().filter(|_| !names.contains(&mark));
+        other.map_or(Ok(()), |other| {
+            Err(Error::invalid(format!(
+                "target of a repair is not empty: found={other}; nothing was written; name another"
+            ))
+            .in_file(shown))
+        })
+    };
+    // Looked at first, so that what is not ours gets no LOCK either.
+    refuse(&to.list().map_err(failed)?)?;
+    let lock = take_lock(to, shown, options, true)?;
+    let names = to.list().map_err(failed)?;
+    refuse(&names)?;
+    if !names.contains(&mark) {
         let file = to.open(&mark, Access::Create).map_err(failed)?;
         file.sync().map_err(failed)?;
     }
     to.sync().map_err(failed)?;
-    for name in names
-        .iter()
-        .filter(|name| **name != mark && **name != lock_name)
-    {
+    let is_left = |name: &&String| **name != mark && **name != lock_name;
+    for name in names.iter().filter(is_left) {
         if FileName::parse(name).is_some() {
             remove_if_there(to, name).map_err(failed)?;
         }
@@ -354,64 +469,81 @@ fn finish(to: &dyn Dir) -> Result<()> {
 }
 
 /// What is known of the store beside its log.
+#[derive(Debug)]
 enum Old {
     Manifest(Manifest),
-    Pieces {
-        store: [u8; 16],
-        named: Vec<NamespaceEntry>,
-    },
+    Named(Vec<NamespaceEntry>),
 }
 
 /// What is read, and how it is understood.
+#[derive(Debug)]
 struct Plan {
-    sources: Vec<Source>,
-    closed_at: Option<u64>,
+    log: OldLog,
+    kinds: HashMap<u16, NamespaceKind>,
     old: Old,
+    /// The rest is what the first reading has found.
+    any_lost: bool,
+    generation: u64,
+    trusted_ms: u64,
+    namespace_max: u16,
 }
 
 impl Plan {
-    fn is_pieced_together(&self) -> bool {
-        matches!(self.old, Old::Pieces { .. })
-    }
-
-    fn namespaces(&self) -> &[NamespaceEntry] {
-        match &self.old {
-            Old::Manifest(manifest) => &manifest.namespaces,
-            Old::Pieces { named, .. } => named,
+    fn new(log: OldLog, kinds: HashMap<u16, NamespaceKind>, old: Old) -> Plan {
+        Plan {
+            log,
+            kinds,
+            old,
+            any_lost: false,
+            generation: 0,
+            trusted_ms: 0,
+            namespace_max: 0,
         }
     }
 
-    fn kind(&self, record: &Record<'_>) -> Option<NamespaceKind> {
-        let mut known = self.namespaces().iter();
-        known.find(|n| n.id == record.namespace).map(|n| n.kind)
+    fn is_pieced_together(&self) -> bool {
+        matches!(self.old, Old::Named(_))
     }
 
     fn report(&self) -> RepairReport {
         RepairReport {
-            segments_count: self.sources.len() as u64,
+            segments_count: self.log.sources.len() as u64,
             manifest_lost: self.is_pieced_together(),
             ..RepairReport::default()
         }
     }
 
-    /// Without a manifest every namespace of the log must have been named.
-    fn check_named(&self, report: &RepairReport) -> Result<()> {
-        if !report.manifest_lost || report.purged_count == 0 {
-            return Ok(());
-        }
-        Err(Error::invalid(format!(
-            "MANIFEST cannot be read and {} records are of namespaces that were not named; name \
-             each by number, name and kind, in the order in which they were made",
-            report.purged_count
-        )))
+    /// A record whose namespace nobody knows must not be lost in silence.
+    fn check_named(&self, unnamed: &BTreeSet<u16>) -> Result<()> {
+        let (what, first) = match &self.old {
+            Old::Manifest(manifest) => {
+                let newer = unnamed.range(manifest.namespace_next..).next();
+                (
+                    "MANIFEST is older than the log; restore the right one",
+                    newer,
+                )
+            }
+            Old::Named(_) => (
+                "MANIFEST cannot be read: name each namespace by number, name and kind, in the \
+                 order in which they were made, or say that it was purged",
+                unnamed.first(),
+            ),
+        };
+        let Some(id) = first else { return Ok(()) };
+        let text = format!("records of an unknown namespace: id={id}; {what}");
+        Err(match &self.old {
+            Old::Manifest(_) => Error::damaged(FileName::Manifest.to_string(), 0, text),
+            Old::Named(_) => Error::invalid(text),
+        })
+    }
+
+    fn bytes_max(&self) -> u32 {
+        let bytes = self.log.sources.iter().map(|source| source.bytes);
+        bytes.max().unwrap_or(0).min(SEGMENT_BYTES_MAX)
     }
 
     fn options(&self, given: &Options) -> Options {
-        let largest = self.sources.iter().map(|s| s.bytes).max().unwrap_or(0);
-        let segment_bytes = largest
-            .max(given.segment_bytes.min(SEGMENT_BYTES_FIRST))
-            .min(SEGMENT_BYTES_MAX)
-            .next_multiple_of(4096);
+        let segment_bytes = self.bytes_max().max(given.segment_bytes);
         Options {
             log_bytes_max: None,
             unsettled_count_max: usize::MAX,
@@ -419,25 +551,21 @@ impl Plan {
             on_event: None,
             ..given.clone()
         }
-        .segment_bytes(segment_bytes)
+        .segment_bytes(segment_bytes.next_multiple_of(4096))
         .durability(Durability::Buffered)
         .zero_fill(ZeroFill::Never)
     }
 
     /// Makes the first segment of the new store, and its manifest in memory (D).
-    fn new_store(&self, to: &dyn Dir, report: &RepairReport, from: &dyn Dir) -> Result<Manifest> {
+    fn new_store(&self, to: &dyn Dir) -> Result<Manifest> {
         let mut manifest = match &self.old {
             Old::Manifest(manifest) => manifest.clone(),
-            Old::Pieces { store, named } => self.pieced_together(*store, named, report, from)?,
+            Old::Named(named) => self.pieced_together(named)?,
         };
         let nonce = random_u32()?;
         let bytes = self
-            .sources
-            .iter()
-            .map(|s| s.bytes)
-            .max()
-            .unwrap_or(SEGMENT_BYTES_FIRST)
-            .clamp(crate::options::SEGMENT_BYTES_MIN, SEGMENT_BYTES_FIRST);
+            .bytes_max()
+            .clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_FIRST);
         let id = manifest.segment_next;
         let header = SegmentHeader {
             store: manifest.store,
@@ -462,39 +590,25 @@ impl Plan {
     }
 
     /// Makes a manifest out of what the log says and the caller named.
-    fn pieced_together(
-        &self,
-        store: [u8; 16],
-        named: &[NamespaceEntry],
-        report: &RepairReport,
-        from: &dyn Dir,
-    ) -> Result<Manifest> {
-        let mut ids_max = 0;
-        let salvaged = salvage::read_log(from, &self.sources, None, &mut |piece| {
-            if let Piece::Record(record) = piece {
-                ids_max = ids_max.max(record.namespace);
-            }
-            Ok(())
-        })?;
+    fn pieced_together(&self, named: &[NamespaceEntry]) -> Result<Manifest> {
         let mut hash_key = [0; 16];
         getrandom::fill(&mut hash_key)
             .map_err(|e| Error::new(ErrorKind::Io, format!("no randomness: {e}")))?;
         let named_max = named.iter().map(|n| n.id).max().unwrap_or(0);
-        debug_assert!(report.manifest_lost);
         Ok(Manifest {
-            store,
+            store: self.log.store,
             edit: 0,
             hash_key,
-            generation_reserved: salvaged.generation,
+            generation_reserved: self.generation,
             // As after a reboot: the wall clock is believed as far as it is then.
             anchor: Anchor {
                 boot_id: [0; 16],
                 boot_ms: 0,
-                trusted_ms: salvaged.trusted_ms,
+                trusted_ms: self.trusted_ms,
                 slack_used_ms: 0,
             },
-            segment_next: self.sources.iter().map(|s| s.id).max().unwrap_or(0) + 1,
-            namespace_next: ids_max.max(named_max).saturating_add(1),
+            segment_next: self.log.segment_next(),
+            namespace_next: self.namespace_max.max(named_max).saturating_add(1),
             closed_at: None,
             namespaces: named.to_vec(),
             segments: Vec::new(),
@@ -504,21 +618,13 @@ impl Plan {
     }
 }
 
-impl RepairReport {
-    fn add(&mut self, salvaged: Salvaged) {
-        self.found_count = salvaged.records_count;
-        self.lost = salvaged.lost;
-    }
-}
-
 /// Writes the records of the old log into the new store.
 struct Writer<'a> {
     engine: &'a Engine,
     plan: &'a Plan,
-    upkeep: Upkeep,
     /// Keys whose newest record so far would offer them again: what a lost stretch behind it may
-    /// have changed (C).
-    restless: Vec<(u16, Vec<u8>)>,
+    /// have changed (C). Kept only if anything is lost at all.
+    restless: BTreeSet<(u16, Vec<u8>)>,
     kept_count: u64,
     doubtful_count: u64,
 }
@@ -528,11 +634,16 @@ impl Writer<'_> {
         match piece {
             Piece::Lost => self.doubt(),
             Piece::Record(record) => {
-                let Some(kind) = self.plan.kind(&record) else {
+                let Some(kind) = self.plan.kinds.get(&record.namespace) else {
                     return Ok(());
                 };
-                if is_restless(kind, record.kind) {
-                    self.restless.push((record.namespace, record.key.to_vec()));
+                if self.plan.any_lost && is_once(*kind) {
+                    let key = (record.namespace, record.key.to_vec());
+                    if is_restless(*kind, record.kind) {
+                        self.restless.insert(key);
+                    } else {
+                        self.restless.remove(&key);
+                    }
                 }
                 self.kept_count += 1;
                 self.put(&record)
@@ -541,28 +652,34 @@ impl Writer<'_> {
     }
 
     /// Something is lost here: whoever looks as if its effect had surely not begun may have begun
-    /// it there.
+    /// it there, and whoever began may have begun again.
     fn doubt(&mut self) -> Result<()> {
+        let now_ms = self.engine.now().trusted_ms;
         for (namespace, key) in std::mem::take(&mut self.restless) {
             let wanted = self.engine.wanted(namespace, &key);
             let located = self.engine.locate(wanted, OwnedRecord::of)?;
-            let Some(hit) = located.hit else { continue };
-            let mut record = hit.taken.borrow();
-            let Some(kind) = self.plan.kind(&record) else {
+            let (Some(hit), Some(kind)) = (located.hit, self.plan.kinds.get(&namespace)) else {
                 continue;
             };
-            if !is_restless(kind, record.kind) {
+            let mut record = hit.taken.borrow();
+            let has_expired = record.kind == Kind::Failed
+                && record.expires_at_s != 0
+                && now_ms >= u64::from(record.expires_at_s) * 1000;
+            if has_expired {
                 continue;
             }
-            record.kind = if kind == NamespaceKind::NonRepeatable {
+            let is_owned = record.kind != Kind::Failed;
+            record.kind = if *kind == NamespaceKind::NonRepeatable {
                 Kind::InDoubt
             } else {
                 Kind::Started
             };
-            // A claim that has lapsed, or an attempt that had failed: nobody owns it.
-            if hit.taken.borrow().kind == Kind::Failed || record.kind == Kind::InDoubt {
+            // An attempt that had failed, and a doubt, have no owner whose lease could run.
+            if !is_owned || record.kind == Kind::InDoubt {
                 record.state.until_ms = 0;
             }
+            // The effect may have begun at any moment until now: a probe is believed from here on.
+            record.state.at_ms = now_ms;
             record.expires_at_s = 0;
             record.parts.outcome = None;
             record.parts.error = None;
@@ -574,7 +691,7 @@ impl Writer<'_> {
     }
 
     /// Appends one record as its key's newest.
-    fn put(&mut self, record: &Record<'_>) -> Result<()> {
+    fn put(&self, record: &Record<'_>) -> Result<()> {
         let engine = self.engine;
         let wanted = engine.wanted(record.namespace, record.key);
         loop {
@@ -588,7 +705,9 @@ impl Writer<'_> {
             if !core.fits(frame_bytes) {
                 drop(core);
                 let need = Need::Owed;
-                engine.make_room_held(&mut self.upkeep, Room { frame_bytes, need })?;
+                engine.make_room(Room { frame_bytes, need })?;
+                while engine.merge_once()? {}
+                engine.remove_left(&mut engine.maintenance())?;
                 continue;
             }
             let entry = record.kind.is_unsettled().then(|| UnsettledEntry {
@@ -602,12 +721,20 @@ impl Writer<'_> {
     }
 }
 
-/// Says whether a key in this state would be claimed again without a doubt, though its effect
-/// must not happen twice.
-fn is_restless(namespace: NamespaceKind, record: Kind) -> bool {
-    let once = matches!(
+fn is_once(namespace: NamespaceKind) -> bool {
+    matches!(
         namespace,
         NamespaceKind::NonRepeatable | NamespaceKind::Probeable
-    );
-    once && matches!(record, Kind::Claimed | Kind::Failed)
+    )
+}
+
+/// Says whether a key in this state would be offered again on the strength of what is left,
+/// though its effect must not happen twice.
+fn is_restless(namespace: NamespaceKind, record: Kind) -> bool {
+    match record {
+        Kind::Claimed | Kind::Failed => is_once(namespace),
+        // A probe is asked anyway, but only some time after the newest start.
+        Kind::Started => namespace == NamespaceKind::Probeable,
+        _ => false,
+    }
 }

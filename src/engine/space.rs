@@ -2,7 +2,6 @@
 
 use super::core::{Core, KnownNamespace};
 use super::namespace::Space;
-use super::update::is_alive;
 use super::{Engine, check_open};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::NamespaceEntry;
@@ -38,7 +37,7 @@ impl Engine {
             let level = self.level(space.options.durability, None);
             self.ensure(hit.older.position.after(), located.failures, level)?;
         }
-        Ok(view(entry.filter(|entry| is_alive(entry, &now)), &env))
+        Ok(view(self.alive(entry, &now)?, &env))
     }
 
     pub(crate) fn confirm_time(&self) -> Result<()> {

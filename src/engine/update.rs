@@ -142,7 +142,7 @@ impl Engine {
         core.check_namespace(space)?;
         let hit = located.hit.as_ref();
         let taken = hit.map(|hit| &hit.taken);
-        let entry = taken.filter(|entry| is_alive(entry, &now));
+        let entry = self.alive(taken, &now)?;
         let env = self.env(core, space, hit, now, retention);
         let (mut write, answer) = match decide(entry, &env) {
             Step::Write(write, answer) => (write, answer),
@@ -271,6 +271,20 @@ pub(crate) fn is_alive(entry: &Entry, now: &Now) -> bool {
 }
 
 impl Engine {
+    /// Returns a key's state if it still counts. In what is left of a damaged store no key is
+    /// absent: what makes it known may be among the records that are lost.
+    pub(crate) fn alive<'a>(
+        &self,
+        entry: Option<&'a Entry>,
+        now: &Now,
+    ) -> Result<Option<&'a Entry>> {
+        let alive = entry.filter(|entry| is_alive(entry, now));
+        if alive.is_none() {
+            self.check_whole()?;
+        }
+        Ok(alive)
+    }
+
     /// Returns the limit of an error's or evidence's bytes: less where segments are tiny.
     pub(crate) fn evidence_bytes_max(&self) -> usize {
         EVIDENCE_BYTES_MAX.min(to_usize(self.options.segment_bytes) / 8)

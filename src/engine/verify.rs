@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::catalog::read_manifest;
 use super::hint::read_hint;
-use super::open::{find_orphans, open_error, open_segment};
+use super::open::{find_orphans, open_error, open_segment, refuse_unfinished};
 use super::recovery::{read_image, replay_segment};
 use super::runs::{check_sealed, open_run};
 use crate::error::{Error, ErrorKind, Result};
@@ -84,6 +84,10 @@ impl VerifyReport {
 pub fn verify(path: impl AsRef<Path>) -> Result<VerifyReport> {
     let shown = path.as_ref().display().to_string();
     let dir = DiskDir::open(path.as_ref(), false).map_err(|e| open_error(e, &shown))?;
+    let names = dir
+        .list()
+        .map_err(|e| Error::io("listing the directory failed", e).in_file(&shown))?;
+    refuse_unfinished(&names)?;
     verify_dir(&dir, &shown)
 }
 

@@ -5,7 +5,8 @@
 //!    link, so that moving or replacing the directory's path cannot redirect a write.
 //! B. Only regular files that are ours, with one name, are opened: nothing planted in a hostile
 //!    directory can make the store block, or write to a file elsewhere.
-//! C. The lock is held on the file that has the lock's name, not on one that somebody removed.
+//! C. The lock is held on the file that has the lock's name, not on one that somebody removed; and
+//!    not in a directory that another took the place of while the lock was waited for.
 
 #[cfg(not(unix))]
 compile_error!("idemlog supports Unix systems only");
@@ -15,7 +16,7 @@ use std::fs;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -32,6 +33,8 @@ const LOCK_TRIES_MAX: usize = 8;
 /// A directory of real files.
 pub(crate) struct DiskDir {
     fd: OwnedFd,
+    /// Where it was when it was opened.
+    path: PathBuf,
 }
 
 /// What the store has to know about the file system it lies on.
@@ -49,17 +52,41 @@ pub(crate) enum FileSystem {
     Network(&'static str),
 }
 
-/// Exchanges two directories in one step, and makes that durable.
-pub(crate) fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+/// Exchanges two directories in one step. The inner result says whether that is durable.
+#[cfg(any(target_os = "linux", target_vendor = "apple"))]
+pub(crate) fn exchange(one: &Path, other: &Path) -> io::Result<io::Result<()>> {
     use rustix::fs::{CWD, RenameFlags};
-    retry(|| rustix::fs::renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE))?;
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    for path in [one, other] {
+    let parent = |path: &Path| -> io::Result<OwnedFd> {
         let dir = retry(|| rustix::fs::open(path, flags, Mode::empty()))?;
-        let parent = retry(|| rustix::fs::openat(&dir, "..", flags, Mode::empty()))?;
-        sync_dir(&parent)?;
-    }
-    Ok(())
+        Ok(retry(|| {
+            rustix::fs::openat(&dir, "..", flags, Mode::empty())
+        })?)
+    };
+    let parents = [parent(one)?, parent(other)?];
+    retry(|| rustix::fs::renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE))?;
+    Ok(parents.iter().try_for_each(sync_dir))
+}
+
+/// Says that this system cannot do it.
+#[cfg(not(any(target_os = "linux", target_vendor = "apple")))]
+pub(crate) fn exchange(_one: &Path, _other: &Path) -> io::Result<io::Result<()>> {
+    Err(io::ErrorKind::Unsupported.into())
+}
+
+/// Says whether a path, which need not exist, is a directory or lies in it.
+pub(crate) fn lies_in(path: &Path, dir: &Path) -> io::Result<bool> {
+    let dir = fs::canonicalize(dir)?;
+    let found = match fs::canonicalize(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let parent = path
+                .parent()
+                .filter(|parent| !parent.as_os_str().is_empty());
+            fs::canonicalize(parent.unwrap_or(Path::new(".")))?
+        }
+        found => found?,
+    };
+    Ok(found.starts_with(dir))
 }
 
 impl DiskDir {
@@ -89,7 +116,8 @@ impl DiskDir {
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(DiskDir { fd })
+        let path = std::path::absolute(path)?;
+        Ok(DiskDir { fd, path })
     }
 
     /// Returns the kind of file system that the directory lies on.
@@ -140,6 +168,13 @@ impl DiskDir {
             return Err(refused("foreign owner"));
         }
         Ok(file)
+    }
+
+    /// Says whether another directory has taken this one's place.
+    fn is_replaced(&self) -> io::Result<bool> {
+        let own = retry(|| rustix::fs::fstat(&self.fd))?;
+        let named = retry(|| rustix::fs::stat(&self.path));
+        Ok(named.is_ok_and(|named| (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino)))
     }
 
     /// Opens the lock's file, making it if `create` and missing.
@@ -213,6 +248,11 @@ impl Dir for DiskDir {
                 Err(fs::TryLockError::Error(error)) => return Err(error),
             }
             // Upholds C.
+            if self.is_replaced()? {
+                return Err(io::Error::other(
+                    "the directory was replaced by another meanwhile; open it again",
+                ));
+            }
             if self.is_named(name, &file)? {
                 write_note(&file, note)?;
                 return Ok(Ok(Box::new(DiskLock(file))));

@@ -142,6 +142,13 @@ pub(crate) fn read_all(file: &dyn File, bytes_max: u64) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
+/// Says whether the device could not give the bytes of one place: others may be readable.
+pub(crate) fn is_media_error(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let errno = Errno::from_io_error(error);
+    errno.is_some_and(|errno| [Errno::IO, Errno::NODATA, Errno::BADMSG].contains(&errno))
+}
+
 /// Refuses what is not a plain file name: anything that could lead out of the directory.
 fn check_name(name: &str) -> io::Result<()> {
     if name.is_empty() || name == "." || name == ".." || name.contains(['/', '\0']) {

@@ -268,7 +268,7 @@ fn repair_keeps_what_is_left_and_says_what_is_lost() {
     assert_eq!(report["lost"].as_array().unwrap().len(), 1, "{report}");
     let kept = report["kept_count"].as_u64().unwrap();
     assert_eq!(report["found_count"].as_u64(), Some(kept));
-    assert_eq!(named(&store.with_extension("damaged")), damaged);
+    assert_eq!(named(&store.with_extension("repair")), damaged);
     let verified = place.say("verify");
     assert_eq!(verified.status, 0, "{verified:?}");
     // The lines that are lost are new again, the others are not.
@@ -281,6 +281,6 @@ fn repair_keeps_what_is_left_and_says_what_is_lost() {
         "{lost} lines were lost with a sector"
     );
     // A target that is in use is refused.
-    let other = place.say("repair --to store.damaged");
+    let other = place.say("repair --to store.repair");
     assert_eq!(other.status, 2, "{other:?}");
 }

@@ -84,16 +84,18 @@ pub(crate) struct Repair {
     /// Report what would be lost, and write nothing
     #[arg(long, conflicts_with_all = ["to", "swap"])]
     pub(crate) dry_run: bool,
-    /// The new directory [default: the store's name with .repaired; with --swap .damaged]
+    /// The new directory [default: the store's name with .repair]
     #[arg(long, value_name = "DIR")]
     pub(crate) to: Option<PathBuf>,
-    /// Put the repaired store in the place of the damaged one, whose files are kept in the other
-    /// directory
+    /// Exchange the two directories at the end: the damaged store's files are then in the new one
     #[arg(long)]
     pub(crate) swap: bool,
     /// A namespace by its number, if MANIFEST cannot be read; repeated for each
     #[arg(long, value_name = "NUMBER=NAME:KIND", value_parser = named_space)]
     pub(crate) space: Vec<NamedSpace>,
+    /// The number of a namespace that was purged, if MANIFEST cannot be read; repeated for each
+    #[arg(long, value_name = "NUMBER")]
+    pub(crate) purged: Vec<u16>,
 }
 
 /// A namespace that the caller of `repair` names.

@@ -9,12 +9,16 @@ use crate::args::{Common, NamedSpace, Repair};
 use crate::exit::{Code, Stop};
 use crate::output::print_line;
 
-/// Exits 0 when a whole store was written, or a dry run found nothing lost; otherwise 1.
+/// Exits 0 when the store was written, whatever is lost, or a dry run found nothing lost;
+/// otherwise 1.
 pub(crate) fn repair(common: &Common, options: &Repair) -> Result<u8, Stop> {
     let store = common.store_path()?;
-    let mut repair = idemlog::Repair::of(store);
+    let mut repair = idemlog::Repair::of(store).lock_timeout(common.lock_timeout);
     for NamedSpace { id, name, kind } in &options.space {
         repair = repair.namespace(*id, name, *kind);
+    }
+    for id in &options.purged {
+        repair = repair.purged(*id);
     }
     if options.dry_run {
         let report = repair.dry_run()?;
@@ -26,25 +30,20 @@ pub(crate) fn repair(common: &Common, options: &Repair) -> Result<u8, Stop> {
         };
         return Ok(code as u8);
     }
-    let ending = if options.swap { "damaged" } else { "repaired" };
-    let target = options
-        .to
-        .clone()
-        .unwrap_or_else(|| with_ending(store, ending));
-    let report = repair.write_to(&target)?;
+    let beside = || with_ending(store, "repair");
+    let target = options.to.clone().unwrap_or_else(beside);
+    let target = target.as_path();
     if options.swap {
-        repair.swap(&target)?;
-    }
-    let (repaired, damaged) = if options.swap {
-        (store, target.as_path())
+        let report = repair.replace_by_way_of(target)?;
+        tell(common, &report, Some((store, target)))?;
     } else {
-        (target.as_path(), store)
-    };
-    tell(common, &report, Some((repaired, damaged)))?;
+        let report = repair.write_to(target)?;
+        tell(common, &report, Some((target, store)))?;
+    }
     Ok(Code::Done as u8)
 }
 
-/// Returns the path of a sibling: `store` becomes `store.repaired`.
+/// Returns the path of a sibling: `store` becomes `store.repair`.
 fn with_ending(store: &Path, ending: &str) -> PathBuf {
     let mut path = store.components().as_path().as_os_str().to_owned();
     path.push(".");
@@ -71,8 +70,8 @@ fn tell(
         report.kept_count,
         report.purged_count,
         report.doubtful_count,
-        report.lost.len(),
-        report.lost_bytes(),
+        report.lost_count,
+        report.lost_bytes,
         report.manifest_lost,
     ))?;
     if let Some((repaired, damaged)) = written {
@@ -120,7 +119,8 @@ fn to_json(report: &RepairReport, written: Option<(&Path, &Path)>) -> Value {
         "purged_count": report.purged_count,
         "doubtful_count": report.doubtful_count,
         "manifest_lost": report.manifest_lost,
-        "lost_bytes": report.lost_bytes(),
+        "lost_count": report.lost_count,
+        "lost_bytes": report.lost_bytes,
         "lost": lost,
         "repaired": written.map(|(repaired, _)| shown(repaired)),
         "damaged": written.map(|(_, damaged)| shown(damaged)),
