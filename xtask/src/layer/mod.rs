@@ -1,0 +1,52 @@
+//! The layers, in the order of `rel all`. Each is a module with one entry function.
+
+mod cargo;
+mod clock;
+mod kill;
+mod model;
+mod rot;
+mod sim;
+
+use crate::context::{Context, Fallible, Outcome};
+
+pub(crate) struct Layer {
+    pub(crate) name: &'static str,
+    /// What it answers, for `rel list`.
+    pub(crate) question: &'static str,
+    /// Part of `rel all`.
+    pub(crate) in_all: bool,
+    pub(crate) run: fn(&Context) -> Fallible<Outcome>,
+}
+
+pub(crate) const LAYERS: &[Layer] = &[
+    Layer {
+        name: "model",
+        question: "do random calls, clock steps, kills and reopens agree with the oracle?",
+        in_all: true,
+        run: model::run,
+    },
+    Layer {
+        name: "sim",
+        question: "crashes and power cuts at every step on the simulated disk: allowed answers?",
+        in_all: true,
+        run: sim::run,
+    },
+    Layer {
+        name: "rot",
+        question: "every byte of a store changed, zeroed, cut: the right answer or a typed error?",
+        in_all: true,
+        run: rot::run,
+    },
+    Layer {
+        name: "clock",
+        question: "is nothing forgotten early, whatever the clock does?",
+        in_all: true,
+        run: clock::run,
+    },
+    Layer {
+        name: "kill",
+        question: "real SIGKILL at every row of the crash table and at random moments",
+        in_all: true,
+        run: kill::run,
+    },
+];
