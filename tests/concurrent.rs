@@ -531,3 +531,33 @@ fn a_batch_of_claims_races_single_claims() {
     });
     assert_eq!(wins.load(Ordering::Relaxed), 300);
 }
+
+/// Two merges of the same runs once wrote to the same temporary file: one removed the other's,
+/// and one of them failed, or put a file in place that the other was still writing.
+#[test]
+fn merges_called_from_many_threads_are_one_at_a_time() {
+    for round in 0..10 {
+        let disk = SimDisk::memory();
+        let log = options(4096)
+            .durability(Durability::Buffered)
+            .background(false)
+            .open_on(disk.dir())
+            .unwrap();
+        let filter = log.filter("f", small()).unwrap();
+        for number in 0..1500 {
+            let key = format!("round-{round}-key-{number}");
+            assert_eq!(filter.observe(key).unwrap(), Observed::New);
+        }
+        let all = Arc::new(Barrier::new(THREADS));
+        let shared = log.clone();
+        together(THREADS, move |_| {
+            all.wait();
+            shared.maintain().unwrap();
+        });
+        assert!(log.stats().merges_count > 0, "nothing was merged");
+        for number in 0..1500 {
+            let key = format!("round-{round}-key-{number}");
+            assert_eq!(filter.observe(key).unwrap(), Observed::Duplicate);
+        }
+    }
+}

@@ -7,8 +7,8 @@
 //! before it, the new files are orphans; killed after it, the old ones are.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, PoisonError};
 
 use super::Engine;
 use super::catalog::remove_if_there;
@@ -30,6 +30,7 @@ const SPAN_MAX: u64 = 512;
 impl Engine {
     /// Merges once, if anything is due. Says whether it did.
     pub(crate) fn merge_once(&self) -> Result<bool> {
+        let _one_at_a_time = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
         let view = {
             let core = self.core();
             if core.closed || self.poisoned().is_some() {

@@ -1,8 +1,8 @@
 //! The shell: locks, threads, and the order of steps. It introduces log and index to each other.
 //!
-//! Lock order: `maintenance`, then `catalog`, then `core`, then the syncer's own. No lock is held
-//! over user code or a flush; `core` is held over a `write` of what was just appended, never over
-//! a read of sealed data.
+//! Lock order: `merging`, then `maintenance`, then `catalog`, then `core`, then the syncer's own. No
+//! lock is held over user code or a flush; `core` is held over a `write` of what was just appended,
+//! never over a read of sealed data.
 
 mod append;
 mod background;
@@ -74,6 +74,8 @@ pub(crate) struct Engine {
     catalog: Mutex<Catalog>,
     /// Seals, rolls and sweeps are one at a time.
     maintenance: Mutex<prepare::Upkeep>,
+    /// Merges are one at a time: two of the same runs would write to the same temporary file.
+    merging: Mutex<()>,
     poison: Poison,
     pub(crate) counters: Counters,
     /// Zero-fill pays on this file system.

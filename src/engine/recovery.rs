@@ -342,6 +342,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         syncer: Syncer::new(end),
         catalog: Mutex::new(catalog),
         maintenance: Mutex::default(),
+        merging: Mutex::default(),
         poison: Poison::default(),
         counters: Counters::default(),
         zero_fill: parts.zero_fill,
