@@ -1,8 +1,8 @@
 //! The shell: locks, threads, and the order of steps. It introduces log and index to each other.
 //!
-//! Lock order: `merging`, then `maintenance`, then `catalog`, then `core`, then the syncer's own. No
-//! lock is held over user code or a flush; `core` is held over a `write` of what was just appended,
-//! never over a read of sealed data.
+//! Lock order: `merging`, then `maintenance`, then `catalog`, then `core`, then the syncer's own.
+//! No lock is held over user code or a flush, but `merging` and `maintenance` over their own;
+//! `core` is held over a `write` of what was just appended, never over a read of sealed data.
 
 mod append;
 mod background;
