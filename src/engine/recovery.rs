@@ -2,7 +2,10 @@
 //!
 //! Safety properties:
 //! A. Nothing is answered from bytes that the disk may not hold: what is found behind the last
-//!    proven durable position is written again in place and flushed first.
+//!    proven durable position is flushed and compared with what the device holds. Where that
+//!    differs, or cannot be seen, the segment is written anew under its name. (Writing the same
+//!    bytes in place is not enough: after a failed flush ext4 takes a block that was reserved and
+//!    never written for written, so that no later flush makes it durable.)
 //! B. Only what was never acknowledged as durable is cut: the log ends at its first invalid
 //!    frame, unless something behind proves that the place was durable; then it is damage.
 //! C. Killed at any step, the next open ends in the same state. Nothing is removed before what
@@ -15,7 +18,7 @@ use std::sync::{Arc, Mutex, RwLock};
 
 use super::Engine;
 use super::background::Signals;
-use super::catalog::Catalog;
+use super::catalog::{Catalog, remove_if_there};
 use super::core::{Core, Frozen, KnownNamespace, Sealed, Tally, UnsettledEntry, View, to_seconds};
 use super::hint::read_hint;
 use super::open::{find_orphans, open_segment, remove_orphans};
@@ -194,9 +197,9 @@ pub(super) fn recover(
     let hash = KeyHash::new(&manifest.hash_key, manifest.store);
     report.clean = manifest.closed_at.is_some();
     // Everything is read and judged first: an open that is refused leaves all files as they were.
-    let gathered = gather(dir.as_ref(), &manifest, &hash, &options, &mut report)?;
+    let mut gathered = gather(dir.as_ref(), &manifest, &hash, &options, &mut report)?;
     remove_orphans(dir.as_ref(), &gathered.orphans)?;
-    settle_log(&gathered, &mut report)?;
+    settle_log(dir.as_ref(), &mut gathered, &mut report)?;
 
     let wall_jump_ms = u64::try_from(options.wall_jump_max.as_millis()).unwrap_or(u64::MAX);
     let time = TrustedTime::resume(options.clock.as_ref(), Some(manifest.anchor), wall_jump_ms);
@@ -614,19 +617,18 @@ fn replay_unsealed(
 }
 
 /// Makes sure that the disk holds exactly the log that was found (A, B).
-fn settle_log(gathered: &Gathered, report: &mut OpenReport) -> Result<()> {
+fn settle_log(dir: &dyn Dir, gathered: &mut Gathered, report: &mut OpenReport) -> Result<()> {
     let proven = gathered.proven;
-    let (active, replayed) = &gathered.active;
+    let (active, replayed) = &mut gathered.active;
     if report.clean && proven == Position::new(active.id, replayed.end) {
         // Closed cleanly: all of it was flushed, and nothing lies behind it.
         return Ok(());
     }
-    for full in &gathered.frozen {
-        report.dropped_bytes += settle_segment(&full.segment, full.end, proven)?;
-    }
-    report.dropped_bytes += settle_segment(active, replayed.end, proven)?;
-    for segment in &gathered.next {
-        report.dropped_bytes += settle_segment(segment, to_u32(SEGMENT_HEADER_BYTES), proven)?;
+    let full = gathered.frozen.iter_mut().map(|f| (&mut f.segment, f.end));
+    let empty = to_u32(SEGMENT_HEADER_BYTES);
+    let next = gathered.next.iter_mut().map(|segment| (segment, empty));
+    for (segment, valid) in full.chain([(active, replayed.end)]).chain(next) {
+        report.dropped_bytes += settle_segment(dir, segment, valid, proven)?;
     }
     Ok(())
 }
@@ -658,39 +660,70 @@ fn check_end(active: &SegmentFile, replayed: &Replayed, proven: Position) -> Res
     Ok(())
 }
 
-/// Writes the valid prefix of an unsealed segment again, from the last position proven durable,
-/// zeros behind it, and flushes: the bytes read above may be in the page cache only (A). Returns
-/// how many bytes of unfinished writes that were; old bytes of a recycled file do not count.
-fn settle_segment(segment: &SegmentFile, valid: u32, proven: Position) -> Result<u64> {
+/// Makes the valid prefix of an unsealed segment, and zeros behind it, all that the device holds:
+/// the bytes read before may be in the page cache only (A). Returns how many bytes of unfinished
+/// writes were cut; old bytes of a recycled file do not count.
+fn settle_segment(
+    dir: &dyn Dir,
+    segment: &mut Arc<SegmentFile>,
+    valid: u32,
+    proven: Position,
+) -> Result<u64> {
     let image = read_image(segment)?;
-    let failed = |e| Error::io("rewriting the end of the log failed", e).in_file(segment.name());
+    let failed = |e| Error::io("settling the end of the log failed", e).in_file(segment.name());
     let file = segment.file().map_err(failed)?;
     if file.size().map_err(failed)? != u64::from(segment.bytes) {
         file.set_len(u64::from(segment.bytes)).map_err(failed)?;
     }
+    file.sync().map_err(failed)?;
     let (prefix, behind) = image
         .split_at_checked(to_usize(valid))
         .unwrap_or((&image, &[]));
-    let end = Position::new(segment.id, valid);
     let from = match proven.segment().cmp(&segment.id) {
         std::cmp::Ordering::Less => 0,
-        std::cmp::Ordering::Equal => to_usize(proven.offset()),
+        std::cmp::Ordering::Equal => to_usize(proven.offset()).min(prefix.len()),
         std::cmp::Ordering::Greater => prefix.len(),
     };
-    let unproven = prefix.get(from..).unwrap_or_default();
-    if proven < end && !unproven.is_empty() {
-        file.write_at(unproven, from as u64).map_err(failed)?;
-    }
     let junk = behind
         .iter()
         .rposition(|b| *b != 0)
         .map_or(0, |last| last + 1);
-    if junk > 0 {
-        file.write_at(&vec![0; junk], u64::from(valid))
-            .map_err(failed)?;
+    let unproven = image.get(from..prefix.len() + junk).unwrap_or_default();
+    if file.holds(unproven, from as u64).map_err(failed)? == Some(true) {
+        if junk > 0 {
+            file.write_at(&vec![0; junk], u64::from(valid))
+                .map_err(failed)?;
+            file.sync().map_err(failed)?;
+        }
+    } else {
+        *segment = write_anew(dir, segment, prefix)?;
     }
-    file.sync().map_err(failed)?;
     Ok(if segment.recycled { 0 } else { junk as u64 })
+}
+
+/// Writes a segment into a new file that takes the place of the old one. Killed before the rename,
+/// the old one is as it was.
+fn write_anew(dir: &dyn Dir, segment: &SegmentFile, prefix: &[u8]) -> Result<Arc<SegmentFile>> {
+    let name = segment.name();
+    let new = FileName::SegmentNew(segment.id).to_string();
+    let write = || {
+        remove_if_there(dir, &new)?;
+        let file = dir.open(&new, Access::Create)?;
+        let mut whole = prefix.to_vec();
+        whole.resize(to_usize(segment.bytes), 0);
+        file.write_at(&whole, 0)?;
+        file.sync()?;
+        dir.rename(&new, &name)?;
+        dir.sync()?;
+        Ok(file)
+    };
+    match write() {
+        Ok(file) => Ok(Arc::new(segment.with_file(file))),
+        Err(error) => {
+            remove_if_there(dir, &new).unwrap_or_default();
+            Err(Error::io("writing a segment anew failed", error).in_file(name))
+        }
+    }
 }
 
 #[cfg(test)]

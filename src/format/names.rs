@@ -17,6 +17,8 @@ pub(crate) enum FileName {
     Repairing,
     /// A log segment.
     Segment(u64),
+    /// A segment that is written anew, before its rename.
+    SegmentNew(u64),
     /// An index run over the segments `lo..=hi`.
     Run { lo: u64, hi: u64, generation: u32 },
     /// The filter of a run.
@@ -41,6 +43,7 @@ impl fmt::Display for FileName {
             FileName::Reserve => f.write_str("RESERVE"),
             FileName::Repairing => f.write_str("REPAIRING"),
             FileName::Segment(id) => write!(f, "seg-{id:012}.log"),
+            FileName::SegmentNew(id) => write!(f, "seg-{id:012}.log.tmp"),
             FileName::Run { lo, hi, generation } => {
                 write!(f, "run-{lo:012}-{hi:012}-{generation}.idx")
             }
@@ -78,11 +81,14 @@ impl FileName {
 }
 
 fn parse_numbered(name: &str) -> Option<FileName> {
-    if let Some(id) = name
-        .strip_prefix("seg-")
-        .and_then(|n| n.strip_suffix(".log"))
-    {
-        return Some(FileName::Segment(id.parse().ok()?));
+    if let Some(rest) = name.strip_prefix("seg-") {
+        let (id, ending) = rest.split_once('.')?;
+        let id = id.parse().ok()?;
+        return match ending {
+            "log" => Some(FileName::Segment(id)),
+            "log.tmp" => Some(FileName::SegmentNew(id)),
+            _ => None,
+        };
     }
     if let Some(id) = name.strip_prefix("hint-") {
         return Some(FileName::Hint(id.parse().ok()?));
@@ -125,6 +131,7 @@ mod tests {
             FileName::Repairing,
             FileName::Segment(7),
             FileName::Segment(u64::MAX),
+            FileName::SegmentNew(7),
             FileName::Run {
                 lo: 1,
                 hi: 9,

@@ -313,6 +313,17 @@ impl File for DiskFile {
         self.0.sync_data()
     }
 
+    fn holds(&self, bytes: &[u8], offset: u64) -> io::Result<Option<bool>> {
+        let read = read_around_cache(&self.0, bytes.len(), offset)?;
+        let held = read.map(|read| read == bytes);
+        #[cfg(target_os = "linux")]
+        if held == Some(true) {
+            // An advice: what is not cached is not there to be forgotten.
+            retry(|| rustix::fs::fadvise(&self.0, 0, None, rustix::fs::Advice::DontNeed))?;
+        }
+        Ok(held)
+    }
+
     fn size(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.len())
     }
@@ -352,6 +363,42 @@ fn sync_dir(fd: &OwnedFd) -> io::Result<()> {
         Ok(()) | Err(Errno::INVAL | Errno::NOTSUP) => Ok(()),
         Err(error) => Err(error.into()),
     }
+}
+
+/// What direct reads have to start at, and be a multiple of, on every device.
+#[cfg(target_os = "linux")]
+const DIRECT_BYTES: usize = 4096;
+
+/// Reads from the device, not from the cache; `None` where that cannot be done.
+#[cfg(target_os = "linux")]
+fn read_around_cache(file: &fs::File, len: usize, offset: u64) -> io::Result<Option<Vec<u8>>> {
+    let before = usize::try_from(offset % DIRECT_BYTES as u64).unwrap_or(0);
+    let start = offset - before as u64;
+    let mut buffer = vec![0; (before + len).next_multiple_of(DIRECT_BYTES) + DIRECT_BYTES];
+    let aligned = buffer.as_ptr().align_offset(DIRECT_BYTES);
+    let whole = buffer.len() - DIRECT_BYTES;
+    let Some(part) = buffer.get_mut(aligned..aligned.saturating_add(whole)) else {
+        return Ok(None);
+    };
+    // The flag belongs to this opening of the file, which nobody else uses meanwhile.
+    let flags = retry(|| rustix::fs::fcntl_getfl(file))?;
+    if retry(|| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT)).is_err() {
+        return Ok(None);
+    }
+    let read = file.read_at(part, start);
+    retry(|| rustix::fs::fcntl_setfl(file, flags))?;
+    match read {
+        Ok(got) if got >= before + len => Ok(part.get(before..before + len).map(<[u8]>::to_vec)),
+        Err(error) if super::is_media_error(&error) => Err(error),
+        // Short, refused, or not known here.
+        _ => Ok(None),
+    }
+}
+
+/// Says that there is no portable way.
+#[cfg(not(target_os = "linux"))]
+fn read_around_cache(_file: &fs::File, _len: usize, _at: u64) -> io::Result<Option<Vec<u8>>> {
+    Ok(None)
 }
 
 fn retry<T>(mut call: impl FnMut() -> rustix::io::Result<T>) -> rustix::io::Result<T> {
@@ -411,6 +458,41 @@ fn classify(magic: u64) -> FileSystem {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_device_holds_what_was_synced_and_nothing_else() {
+        let place = tempfile::tempdir().unwrap();
+        let dir = DiskDir::open(place.path(), false).unwrap();
+        let file = dir.open("f", Access::Create).unwrap();
+        let bytes: Vec<u8> = (0..20_000u32).map(|n| n.to_le_bytes()[0]).collect();
+        file.write_at(&bytes, 0).unwrap();
+        file.sync().unwrap();
+        for (from, to) in [
+            (0, 20_000),
+            (4096, 8192),
+            (1, 2),
+            (5000, 13_001),
+            (19_999, 20_000),
+        ] {
+            let part = &bytes[from..to];
+            let held = file.holds(part, from as u64).unwrap();
+            // Some file systems have no device to look at.
+            assert_ne!(held, Some(false), "{from}..{to}");
+            let mut other = part.to_vec();
+            other[0] ^= 1;
+            assert_ne!(
+                file.holds(&other, from as u64).unwrap(),
+                Some(true),
+                "{from}..{to}"
+            );
+        }
+        assert_ne!(file.holds(&[0; 8], 20_000).unwrap(), Some(true));
+        // The flag is gone: unaligned reads and writes go on.
+        file.write_at(b"x", 3).unwrap();
+        let mut byte = [0];
+        assert_eq!(file.read_at(&mut byte, 3).unwrap(), 1);
+    }
+
     use std::os::unix::fs::{PermissionsExt, symlink};
     use std::path::PathBuf;
 

@@ -114,6 +114,15 @@ pub trait File: Send + Sync + fmt::Debug {
     /// What the system says. After an error nothing may be assumed of unsynced bytes.
     fn sync(&self) -> io::Result<()>;
 
+    /// Says whether the device itself holds these bytes here. After a failed flush the cache may
+    /// show what no later flush will write, and on some file systems a block of that kind takes no
+    /// later bytes either; so what is cached of the file is forgotten on the way. The file was just
+    /// synced. `None`: the system gives no way to look around its cache.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn holds(&self, bytes: &[u8], offset: u64) -> io::Result<Option<bool>>;
+
     /// Returns the size in bytes.
     ///
     /// # Errors

@@ -264,6 +264,17 @@ impl State {
         }
     }
 
+    /// Returns what the device holds of a file; without history that is what reads see.
+    pub(super) fn on_device(&mut self, id: FileId) -> io::Result<&[u8]> {
+        let history = self.history;
+        let inode = self.inode(id)?;
+        Ok(if history {
+            &inode.durable
+        } else {
+            &inode.cached
+        })
+    }
+
     pub(super) fn inode(&mut self, id: FileId) -> io::Result<&mut Inode> {
         self.inodes
             .get_mut(&id)
