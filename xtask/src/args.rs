@@ -7,7 +7,7 @@ use crate::context::{Fallible, Mode, repository_root};
 use crate::layer::{LAYERS, Layer};
 
 const USAGE: &str = "usage: cargo xtask rel LAYER..|all [--ci|--full] [--seed S] [--hours H] \
-                     [--count N] [--sanity] [--record] [--ledger FILE] | rel list | rel totals";
+                     [--count N] [--fs NAME] [--sanity] [--record] [--ledger FILE] | rel list | rel totals";
 
 pub(crate) enum Request {
     List,
@@ -24,6 +24,8 @@ pub(crate) struct Run {
     /// Replaces the layer's own count of states, trials or cases.
     pub(crate) count: Option<u64>,
     pub(crate) sanity: bool,
+    /// Only this file system, if it was told.
+    pub(crate) file_system: Option<String>,
     /// Where a line is appended for each layer, if anywhere.
     pub(crate) ledger: Option<PathBuf>,
 }
@@ -40,6 +42,7 @@ pub(crate) fn parse(words: &[&str]) -> Fallible<Request> {
         budget: None,
         count: None,
         sanity: false,
+        file_system: None,
         ledger: None,
     };
     let (mut list, mut totals) = (false, false);
@@ -59,6 +62,7 @@ pub(crate) fn parse(words: &[&str]) -> Fallible<Request> {
                 run.budget = Some(Duration::from_secs_f64(value()?.parse::<f64>()? * 3600.0))
             }
             "--count" => run.count = Some(value()?.parse()?),
+            "--fs" => run.file_system = Some((*value()?).to_owned()),
             "--sanity" => run.sanity = true,
             "--record" => run.ledger = Some(default_ledger.clone()),
             "--ledger" => run.ledger = Some(PathBuf::from(value()?)),

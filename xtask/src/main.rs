@@ -10,13 +10,14 @@
 //! A layer lives in `src/layer/`. What it needs and this machine has not (root, FUSE, strace)
 //! makes it `SKIPPED` with a reason, never failed.
 
-#![expect(dead_code, reason = "layers to come use the rest of the interface")]
-
 mod args;
+mod child;
 mod context;
 mod layer;
 mod ledger;
 mod process;
+mod rig;
+mod store;
 
 use std::process::ExitCode;
 use std::time::Instant;
@@ -28,6 +29,9 @@ use layer::Layer;
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    if let Some(code) = child::run(&words) {
+        return code;
+    }
     let done = match args::parse(&words) {
         Ok(Request::List) => {
             for layer in layer::LAYERS {

@@ -1,9 +1,12 @@
 //! The layers, in the order of `rel all`. Each is a module with one entry function.
 
+mod block;
 mod cargo;
 mod clock;
+mod fsyncfail;
 mod kill;
 mod model;
+mod peers;
 mod rot;
 mod sim;
 
@@ -48,5 +51,23 @@ pub(crate) const LAYERS: &[Layer] = &[
         question: "real SIGKILL at every row of the crash table and at random moments",
         in_all: true,
         run: kill::run,
+    },
+    Layer {
+        name: "block",
+        question: "power cuts on real ext4, xfs and btrfs: does every answer hold?",
+        in_all: true,
+        run: block::run,
+    },
+    Layer {
+        name: "fsyncfail",
+        question: "a device refuses writes: is nothing promised, and do restarts agree?",
+        in_all: true,
+        run: fsyncfail::run,
+    },
+    Layer {
+        name: "peers",
+        question: "what do other stores do on the same rigs? a Markdown table",
+        in_all: false,
+        run: peers::run,
     },
 ];
