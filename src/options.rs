@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::clock::{Clock, SystemClock};
 use crate::error::{Error, Result};
 use crate::key::{NamespaceKind, OUTCOME_BYTES_MAX};
+use crate::stamp::{COUNTER_MAX, Stamps};
 
 /// The default and largest useful segment size: 32 MiB.
 pub const SEGMENT_BYTES_DEFAULT: u32 = 32 * MIB;
@@ -188,6 +189,10 @@ pub struct Options {
     pub(crate) network_allowed: bool,
     pub(crate) mode: OpenMode,
     pub(crate) clock: Arc<dyn Clock>,
+    /// How many stamps a generation has.
+    pub(crate) stamp_counter_max: u64,
+    /// A segment with fewer keys is replayed faster than a hint is read.
+    pub(crate) hint_entries_min: usize,
     pub(crate) on_event: Option<EventCallback>,
     pub(crate) on_progress: Option<ProgressCallback>,
 }
@@ -210,6 +215,8 @@ impl Default for Options {
             network_allowed: false,
             mode: OpenMode::Strict,
             clock: Arc::new(SystemClock),
+            stamp_counter_max: COUNTER_MAX,
+            hint_entries_min: 4096,
             on_event: None,
             on_progress: None,
         }
@@ -342,6 +349,26 @@ impl Options {
     pub fn background(mut self, background: bool) -> Self {
         self.background = background;
         self
+    }
+
+    /// Sets how many stamps a generation has, so that a test can use them up: the next generation
+    /// has to be reserved, durably, before the first stamp of it leaves. The default is 2^22.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn stamps_per_generation(mut self, count: u64) -> Self {
+        self.stamp_counter_max = count;
+        self
+    }
+
+    /// Sets from how many keys on the active segment gets a hint, so that a test can have one of
+    /// a small segment. The default is 4096.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn hint_keys_min(mut self, count: usize) -> Self {
+        self.hint_entries_min = count;
+        self
+    }
+
+    pub(crate) fn stamps(&self, generation: u64, reserved: u64) -> Stamps {
+        Stamps::new(generation, reserved, self.stamp_counter_max)
     }
 
     pub(crate) fn validate(&self) -> Result<()> {

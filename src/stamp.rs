@@ -9,7 +9,7 @@ use std::fmt;
 
 /// Bits of the counter; the other 42 hold the generation (milliseconds until the year 2109).
 const COUNTER_BITS: u32 = 22;
-const COUNTER_MAX: u64 = (1 << COUNTER_BITS) - 1;
+pub(crate) const COUNTER_MAX: u64 = (1 << COUNTER_BITS) - 1;
 pub(crate) const GENERATION_MAX: u64 = (1 << (64 - COUNTER_BITS)) - 1;
 
 /// The epoch of one claim: larger than every stamp the store issued before, also before a restart.
@@ -62,22 +62,24 @@ pub(crate) fn next_generation(reserved: u64, wall_ms: u64) -> u64 {
 pub(crate) struct Stamps {
     generation: u64,
     counter: u64,
+    counter_max: u64,
     /// The highest generation that is durable as reserved; never exceeded.
     reserved: u64,
 }
 
 impl Stamps {
-    pub(crate) fn new(generation: u64, reserved: u64) -> Self {
+    pub(crate) fn new(generation: u64, reserved: u64, counter_max: u64) -> Self {
         Stamps {
             generation,
             counter: 0,
+            counter_max: counter_max.clamp(1, COUNTER_MAX),
             reserved,
         }
     }
 
     /// Takes the next stamp; `None` when every reserved stamp is used up.
     pub(crate) fn take(&mut self) -> Option<Stamp> {
-        if self.counter == COUNTER_MAX {
+        if self.counter == self.counter_max {
             if self.generation == self.reserved {
                 return None;
             }
@@ -108,7 +110,7 @@ mod tests {
 
     #[test]
     fn stamps_rise_and_end_at_the_reservation() {
-        let mut stamps = Stamps::new(10, 10);
+        let mut stamps = Stamps::new(10, 10, COUNTER_MAX);
         let first = stamps.take().unwrap();
         let second = stamps.take().unwrap();
         assert!(second > first);

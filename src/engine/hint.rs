@@ -19,9 +19,6 @@ use crate::model::retention::DropTime;
 use crate::position::Position;
 use crate::vfs::{Access, Dir, read_all};
 
-/// A segment with fewer keys is replayed faster than a hint is read.
-const ENTRIES_MIN: usize = 4096;
-
 impl Engine {
     /// Writes a hint of the active segment, if all of it is durable and it is worth it. Failure
     /// is of no consequence.
@@ -31,7 +28,10 @@ impl Engine {
         let (table, mut hint) = {
             let mut core = self.core();
             let end = core.writer.end();
-            if end != durable || core.table.count() < ENTRIES_MIN || !core.is_hint_due() {
+            if end != durable
+                || core.table.count() < self.options.hint_entries_min
+                || !core.is_hint_due()
+            {
                 return;
             }
             let id = core.writer.segment.id;

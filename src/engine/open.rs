@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
-use super::prepare::{create_segment, random_u32};
+use super::prepare::{create_segment, fill_random, random_u32};
 use super::recovery::recover;
 use super::repair::{Repair, is_readable_damage};
 use crate::clock::TrustedTime;
@@ -206,10 +206,9 @@ fn create(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Manifest> {
     let mut store = [0; 16];
     let mut hash_key = [0; 16];
     for bytes in [&mut store, &mut hash_key] {
-        getrandom::fill(bytes)
-            .map_err(|e| Error::new(ErrorKind::Io, format!("no randomness: {e}")))?;
+        fill_random(dir, bytes)?;
     }
-    let nonce = random_u32()?;
+    let nonce = random_u32(dir)?;
     let bytes = SEGMENT_BYTES_FIRST.min(options.segment_bytes);
     let hash_key_id = KeyHash::new(&hash_key, store).id();
     create_segment(

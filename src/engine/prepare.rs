@@ -87,7 +87,7 @@ impl Engine {
             self.check_bound(upkeep, bytes)?;
         }
         let id = self.catalog().manifest().segment_next;
-        let nonce = random_u32()?;
+        let nonce = random_u32(self.dir.as_ref())?;
         let retired = upkeep.take_retired(bytes);
         let header = SegmentHeader {
             store: self.store,
@@ -226,8 +226,15 @@ fn recycle_segment(dir: &dyn Dir, header: &SegmentHeader, old: u64) -> Result<Se
     }
 }
 
-pub(crate) fn random_u32() -> Result<u32> {
-    getrandom::u32().map_err(|e| Error::new(ErrorKind::Io, format!("no randomness: {e}")))
+pub(crate) fn random_u32(dir: &dyn Dir) -> Result<u32> {
+    let mut bytes = [0; 4];
+    fill_random(dir, &mut bytes)?;
+    Ok(u32::from_le_bytes(bytes))
+}
+
+pub(crate) fn fill_random(dir: &dyn Dir, bytes: &mut [u8]) -> Result<()> {
+    dir.fill_random(bytes)
+        .map_err(|e| Error::io("no randomness", e))
 }
 
 /// Zero-filling pays where small commits wait for the device and files are overwritten in place.

@@ -40,7 +40,7 @@ use crate::log::sync::Syncer;
 use crate::log::writer::Writer;
 use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
-use crate::stamp::{GENERATIONS_RESERVED, Stamps, next_generation};
+use crate::stamp::{GENERATIONS_RESERVED, next_generation};
 use crate::stats::{Counters, OpenReport};
 use crate::vfs::{Access, Dir, Lock};
 
@@ -315,7 +315,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
     let unsettled: Vec<(Position, u16)> = replayed.unsettled.iter().map(place).collect();
     let writer = Writer::new(segment, replayed.end);
     let end = writer.end();
-    let stamps = Stamps::new(parts.generation, parts.reserved);
+    let stamps = parts.options.stamps(parts.generation, parts.reserved);
     let mut core = Core::new(writer, replayed.table, replayed.tally, stamps);
     core.next = next.into();
     core.namespaces = parts.namespaces;

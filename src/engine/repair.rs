@@ -20,7 +20,7 @@ use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
 use super::core::{Need, Older, Room, UnsettledEntry};
 use super::open::{find_orphans, open_error, refuse_unfinished, take_lock};
-use super::prepare::{create_segment, random_u32};
+use super::prepare::{create_segment, fill_random, random_u32};
 use super::recovery::recover;
 use super::salvage::{OldLog, Piece, Salvaged};
 use super::sweep::OwnedRecord;
@@ -560,9 +560,9 @@ impl Plan {
     fn new_store(&self, to: &dyn Dir) -> Result<Manifest> {
         let mut manifest = match &self.old {
             Old::Manifest(manifest) => manifest.clone(),
-            Old::Named(named) => self.pieced_together(named)?,
+            Old::Named(named) => self.pieced_together(to, named)?,
         };
-        let nonce = random_u32()?;
+        let nonce = random_u32(to)?;
         let bytes = self
             .bytes_max()
             .clamp(SEGMENT_BYTES_MIN, SEGMENT_BYTES_FIRST);
@@ -590,10 +590,9 @@ impl Plan {
     }
 
     /// Makes a manifest out of what the log says and the caller named.
-    fn pieced_together(&self, named: &[NamespaceEntry]) -> Result<Manifest> {
+    fn pieced_together(&self, to: &dyn Dir, named: &[NamespaceEntry]) -> Result<Manifest> {
         let mut hash_key = [0; 16];
-        getrandom::fill(&mut hash_key)
-            .map_err(|e| Error::new(ErrorKind::Io, format!("no randomness: {e}")))?;
+        fill_random(to, &mut hash_key)?;
         let named_max = named.iter().map(|n| n.id).max().unwrap_or(0);
         Ok(Manifest {
             store: self.log.store,

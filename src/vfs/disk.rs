@@ -22,7 +22,7 @@ use std::sync::Arc;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name};
+use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name, read_fully, write_fully};
 
 /// A note longer than this is cut when it is read: anything may be in the file.
 const NOTE_BYTES_MAX: usize = 256;
@@ -273,26 +273,12 @@ impl fmt::Debug for DiskDir {
 struct DiskFile(fs::File);
 
 impl File for DiskFile {
-    fn read_at(&self, mut buf: &mut [u8], mut offset: u64) -> io::Result<usize> {
-        let mut total = 0;
-        while !buf.is_empty() {
-            match self.0.read_at(buf, offset) {
-                Ok(0) => break,
-                Ok(got) => {
-                    total += got;
-                    offset += got as u64;
-                    buf = buf.get_mut(got..).unwrap_or_default();
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(total)
+    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        read_fully(buf, offset, |buf, offset| self.0.read_at(buf, offset))
     }
 
     fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
-        // Continues after short writes and EINTR.
-        self.0.write_all_at(buf, offset)
+        write_fully(buf, offset, |buf, offset| self.0.write_at(buf, offset))
     }
 
     fn set_len(&self, bytes: u64) -> io::Result<()> {

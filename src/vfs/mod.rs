@@ -67,6 +67,15 @@ pub trait Dir: Send + Sync + fmt::Debug {
     /// What the system says.
     fn list(&self) -> io::Result<Vec<String>>;
 
+    /// Fills a buffer with bytes that nobody can guess: identities and keys of a store. A
+    /// simulated disk may have its own, so that a test repeats them.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn fill_random(&self, bytes: &mut [u8]) -> io::Result<()> {
+        getrandom::fill(bytes).map_err(io::Error::other)
+    }
+
     /// Takes the exclusive lock on the file `name`, creating it if `create`, and writes `note`
     /// into it (who holds it). `Ok(Err(note))` says that another opener holds it, and its note.
     ///
@@ -134,6 +143,48 @@ pub trait File: Send + Sync + fmt::Debug {
     /// # Errors
     /// What the system says; `InvalidData` for an empty file.
     fn map(&self) -> io::Result<Map>;
+}
+
+/// Reads until the buffer is full or the file ends: goes on after short reads and EINTR.
+fn read_fully(
+    mut buf: &mut [u8],
+    mut offset: u64,
+    mut read: impl FnMut(&mut [u8], u64) -> io::Result<usize>,
+) -> io::Result<usize> {
+    let mut total = 0;
+    while !buf.is_empty() {
+        match read(buf, offset) {
+            Ok(0) => break,
+            Ok(got) => {
+                total += got;
+                offset += got as u64;
+                buf = buf.get_mut(got..).unwrap_or_default();
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(total)
+}
+
+/// Writes the whole buffer: goes on after short writes and EINTR.
+fn write_fully(
+    mut buf: &[u8],
+    mut offset: u64,
+    mut write: impl FnMut(&[u8], u64) -> io::Result<usize>,
+) -> io::Result<()> {
+    while !buf.is_empty() {
+        match write(buf, offset) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => {
+                offset += written as u64;
+                buf = buf.get(written..).unwrap_or_default();
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// Reads the whole file, refusing one larger than `bytes_max`.

@@ -2,12 +2,101 @@
 //!
 //! Every call that changes the disk or makes changes durable is one numbered *step*, from 0:
 //! creating a file, `write_at`, `set_len`, `allocate`, `File::sync`, `rename`, `unlink`,
-//! `Dir::sync`. Reads see a cache. `File::sync` makes the content and size of that file durable,
-//! not its name; `Dir::sync` makes names durable, not contents. A kill keeps the cache, a power
-//! cut keeps what is durable and any subset of the rest, in sectors of 512 bytes.
+//! `Dir::sync`. Reads see a cache, and are numbered for themselves. `File::sync` makes the content
+//! and size of that file durable, not its name; `Dir::sync` makes names durable, not contents. A
+//! kill keeps the cache, a power cut keeps what is durable and any subset of the rest, in sectors
+//! of 512 bytes.
 //!
 //! Without history ([`SimDisk::memory`]) it is the home of in-memory stores.
+//!
+//! # Your handler, at every step
+//!
+//! [`for_each_crash_point`] runs a scenario once for each of its steps, lets the process die or
+//! the power fail there in many ways, and hands you every disk that the next process could find.
+//! The scenario is your consumer, with your effect; what it did to the world outside, and what the
+//! store has answered it, it leaves in a cell. The check is the next process: it opens the disk,
+//! gets the same messages again, and judges the world.
+//!
+//! ```
+//! use std::cell::RefCell;
+//! use std::sync::Arc;
+//!
+//! use idemlog::testing::ManualClock;
+//! use idemlog::testing::sim::{CrashOptions, SimDisk, for_each_crash_point};
+//! use idemlog::{NamespaceOptions, NonRepeatable, Options, Result, RunVerdict};
+//!
+//! /// What the handler does to the world: money that was sent stays sent.
+//! type Ledger = RefCell<Vec<String>>;
+//!
+//! /// The handler under test.
+//! fn pay(disk: &SimDisk, ledger: &Ledger, orders: &[&str]) -> Result<Vec<RunVerdict>> {
+//!     let clock = Arc::new(ManualClock::new(1_700_000_000_000));
+//!     let options = Options::new().background(false).clock(clock);
+//!     let log = options.open_on(disk.dir())?;
+//!     let payments = log.namespace::<NonRepeatable>("payments", NamespaceOptions::new())?;
+//!     let pay_one = |order: &&str| {
+//!         payments.run_once(order, |_attempt| {
+//!             ledger.borrow_mut().push(order.to_string());
+//!             Ok(b"receipt".to_vec())
+//!         })
+//!     };
+//!     let verdicts = orders.iter().map(pay_one).collect::<Result<Vec<_>>>()?;
+//!     log.close()?;
+//!     Ok(verdicts)
+//! }
+//!
+//! let orders = ["order-1", "order-2"];
+//! let paid = Ledger::default();
+//! let scenario = |disk: &SimDisk| {
+//!     paid.borrow_mut().clear();
+//!     // It ends with an error where the process dies: that is no failure of the test.
+//!     pay(disk, &paid, &orders).ok();
+//! };
+//! let totals = for_each_crash_point(&CrashOptions::default(), scenario, |state| {
+//!     let ledger = Ledger::new(paid.borrow().clone());
+//!     let verdicts = pay(&state.disk, &ledger, &orders).expect("opens after any crash");
+//!     for (order, verdict) in orders.iter().zip(verdicts) {
+//!         let count = ledger.borrow().iter().filter(|paid| paid == &order).count();
+//!         // Nothing is paid twice, and what may have been paid or not is for a person to see.
+//!         assert!(count == 1 || count == 0 && matches!(verdict, RunVerdict::InDoubt(_)));
+//!     }
+//! });
+//! assert!(totals.checked > 100);
+//! ```
+//!
+//! A check that panics leaves a line on stderr, such as
+//! `crash seed=1 step=42 doing="sync seg-000000000001.log" kind=DropAll`; with its step and kind
+//! [`CrashOptions::replay`] makes that one disk again.
+//!
+//! # Your handler, and a call that fails
+//!
+//! A [`Fault`] makes a chosen step fail, or a chosen reading call, once or from then on. Here the
+//! first flush of the log after the open fails, and the kernel marks the pages as clean all the
+//! same.
+//!
+//! ```
+//! use idemlog::testing::sim::{Fault, FaultKind, Op, SimDisk};
+//! use idemlog::{ErrorKind, NamespaceOptions, Observed, Options};
+//!
+//! let disk = SimDisk::new();
+//! let log = Options::new().background(false).open_on(disk.dir())?;
+//! let orders = log.filter("orders", NamespaceOptions::new())?;
+//! disk.fail(Fault::once(disk.steps(), FaultKind::Io).only(Op::Sync));
+//!
+//! let error = orders.observe("order-1").unwrap_err();
+//! assert_eq!(error.kind(), ErrorKind::Io);
+//! // Nobody knows what is on the disk: the store promises nothing more until it is opened again.
+//! let error = orders.observe("order-2").unwrap_err();
+//! assert_eq!(error.kind(), ErrorKind::Poisoned);
+//!
+//! log.close().unwrap_err();
+//! let log = Options::new().background(false).open_on(disk.after_kill().dir())?;
+//! let orders = log.filter("orders", NamespaceOptions::new())?;
+//! assert_eq!(orders.observe("order-2")?, Observed::New);
+//! # Ok::<(), idemlog::Error>(())
+//! ```
 
+mod content;
 mod crash;
 mod fault;
 mod power;
@@ -22,7 +111,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name};
+use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name, read_fully};
+use fault::{Attempts, Gate};
 use state::{FileId, State};
 
 pub use crash::{CrashKind, CrashOptions, CrashState, CrashTotals, for_each_crash_point};
@@ -38,12 +128,18 @@ pub struct SimDisk(Arc<Mutex<State>>);
 impl SimDisk {
     /// Makes an empty disk that remembers what is not durable.
     pub fn new() -> SimDisk {
-        SimDisk::from_state(State::new(true))
+        SimDisk::seeded(getrandom::u64().unwrap_or(1))
+    }
+
+    /// Like [`SimDisk::new`], and a store on it draws its random bytes (its identity, its key)
+    /// from this seed: the same calls leave the same bytes in every process.
+    pub fn seeded(seed: u64) -> SimDisk {
+        SimDisk::from_state(State::new(true, Some(Rng::new(seed))))
     }
 
     /// Makes an empty disk without history: fast, no step log, and empty after a power cut.
     pub fn memory() -> SimDisk {
-        SimDisk::from_state(State::new(false))
+        SimDisk::from_state(State::new(false, None))
     }
 
     fn from_state(state: State) -> SimDisk {
@@ -98,6 +194,13 @@ impl SimDisk {
         SimDisk::from_state(self.state().restarted())
     }
 
+    /// Like [`SimDisk::after_kill`], for a process that died inside the write at which
+    /// [`SimDisk::stop_at`] stopped it: the first bytes of that write are in the cache.
+    #[must_use]
+    pub fn after_kill_inside(&self, kept_bytes: usize) -> SimDisk {
+        SimDisk::from_state(self.state().killed_inside(kept_bytes))
+    }
+
     /// Returns the disk after a power cut. The old disk stays as it is.
     #[must_use]
     pub fn after_power_cut(&self, cut: &mut PowerCut) -> SimDisk {
@@ -118,14 +221,17 @@ impl SimDisk {
     /// Lets `count` more reading calls succeed (opening an existing file, `read_at`, `size`,
     /// `map`, `list`), and then all fail with EIO.
     pub fn fail_reads_after(&self, count: u64) {
-        self.state().reads_left = Some(count);
+        let mut state = self.state();
+        let first = state.counts.reads + count;
+        state
+            .faults
+            .push(Fault::sticky(first, FaultKind::Io).reads());
     }
 
     /// Forgets planned errors, also of reads, and planned deaths. The dead stay dead.
     pub fn clear_faults(&self) {
         let mut state = self.state();
         state.faults.clear();
-        state.reads_left = None;
         state.stop = None;
     }
 
@@ -179,7 +285,7 @@ impl SimDisk {
             }
             (Access::Create, None) => state.create(name, 1)?,
             (Access::Read | Access::Write, found) => {
-                state.begin_read()?;
+                state.begin_read(Op::Open, 0)?.whole()?;
                 let id = found.ok_or(Errno::NOENT)?;
                 state.opened(id)?;
                 id
@@ -237,8 +343,16 @@ impl Dir for SimDir {
 
     fn list(&self) -> io::Result<Vec<String>> {
         let mut state = self.0.state();
-        state.begin_read()?;
+        state.begin_read(Op::List, 0)?.whole()?;
         Ok(state.cached.keys().cloned().collect())
+    }
+
+    fn fill_random(&self, bytes: &mut [u8]) -> io::Result<()> {
+        match &mut self.0.state().rng {
+            Some(rng) => rng.fill(bytes),
+            None => getrandom::fill(bytes).map_err(io::Error::other)?,
+        }
+        Ok(())
     }
 
     fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt> {
@@ -308,8 +422,8 @@ impl SimFile {
 
     fn content(&self) -> io::Result<Arc<Vec<u8>>> {
         let mut state = self.disk.state();
-        state.begin_read()?;
-        Ok(Arc::clone(&state.inode(self.id)?.cached))
+        state.begin_read(Op::Map, 0)?.whole()?;
+        Ok(state.inode(self.id)?.cached.shared())
     }
 }
 
@@ -318,16 +432,24 @@ impl File for SimFile {
         // Under the lock, and without a second owner of the bytes: a concurrent write would
         // have to copy the file.
         let mut state = self.disk.state();
-        state.begin_read()?;
+        let mut attempts = match state.begin_read(Op::Read, buf.len())? {
+            Gate::Go => Attempts::new(None),
+            Gate::Again(first) => Attempts::new(Some(first)),
+            Gate::Fail { error, .. } => return Err(error),
+        };
         let content = &state.inode(self.id)?.cached;
-        let rest = usize::try_from(offset)
-            .ok()
-            .and_then(|offset| content.get(offset..));
-        let (to, from) = (buf, rest.unwrap_or_default());
-        let bytes = to.len().min(from.len());
-        if let (Some(to), Some(from)) = (to.get_mut(..bytes), from.get(..bytes)) {
-            to.copy_from_slice(from);
-        }
+        let bytes = read_fully(buf, offset, |buf, offset| {
+            let bytes = attempts.next(buf.len())?;
+            let rest = usize::try_from(offset)
+                .ok()
+                .and_then(|at| content.get(at..));
+            let from = rest.unwrap_or_default();
+            let bytes = bytes.min(from.len());
+            if let (Some(to), Some(from)) = (buf.get_mut(..bytes), from.get(..bytes)) {
+                to.copy_from_slice(from);
+            }
+            Ok(bytes)
+        })?;
         state.counts.read_bytes += bytes as u64;
         Ok(bytes)
     }
@@ -366,7 +488,7 @@ impl File for SimFile {
 
     fn size(&self) -> io::Result<u64> {
         let mut state = self.disk.state();
-        state.begin_read()?;
+        state.begin_read(Op::Size, 0)?.whole()?;
         Ok(state.inode(self.id)?.cached.len() as u64)
     }
 

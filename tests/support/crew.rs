@@ -4,7 +4,7 @@
 //! be found applied or not. What was acknowledged at which level sets the floors below which no
 //! crash of that kind may go: everything above a floor may be lost, but only as a suffix.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -42,6 +42,16 @@ pub struct Promised {
     pub clock: Arc<ManualClock>,
     pub segment_bytes: u32,
     pub level: Durability,
+    pub settings: Settings,
+    /// A namespace whose purge was begun, and of which nobody was told what came of it.
+    pub purging: Option<usize>,
+}
+
+/// What only some scenarios set.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Settings {
+    pub stamps_per_generation: Option<u64>,
+    pub hint_keys_min: Option<usize>,
 }
 
 impl Promised {
@@ -79,15 +89,44 @@ impl Promised {
             clock: Arc::new(ManualClock::new(START_MS)),
             segment_bytes,
             level,
+            settings: Settings::default(),
+            purging: None,
         }
     }
 
     fn options(&self) -> Options {
-        Options::new()
+        let mut options = Options::new()
             .background(false)
             .durability(self.level)
             .segment_bytes(self.segment_bytes)
-            .clock(self.clock.clone())
+            .clock(self.clock.clone());
+        if let Some(count) = self.settings.stamps_per_generation {
+            options = options.stamps_per_generation(count);
+        }
+        if let Some(count) = self.settings.hint_keys_min {
+            options = options.hint_keys_min(count);
+        }
+        options
+    }
+
+    /// Takes everything of a purged namespace out of what must be there.
+    fn purged(&mut self, space: usize) {
+        let Promised {
+            oracle,
+            floor_kill,
+            floor_power,
+            uncertain_from,
+            ..
+        } = self;
+        oracle.keys.retain(|(of, _), _| *of != space);
+        let kept_before = |at: usize| {
+            let before = oracle.journal.iter().take(at);
+            before.filter(|((of, _), _)| *of != space).count()
+        };
+        *floor_kill = kept_before(*floor_kill);
+        *floor_power = kept_before(*floor_power);
+        *uncertain_from = uncertain_from.map(kept_before);
+        oracle.journal.retain(|((of, _), _)| *of != space);
     }
 }
 
@@ -98,6 +137,7 @@ pub struct Crew {
     pub desks: Vec<Option<Box<dyn Desk>>>,
     pub p: Promised,
     pub probe: Probe,
+    disk: SimDisk,
 }
 
 /// A run that has ended: by itself, or because the disk did.
@@ -110,6 +150,12 @@ impl Crew {
         let probe: Probe = Arc::new(Mutex::new((Probed::Unknown, Vec::new())));
         let opened = (|| {
             let log = p.options().open_on(disk.dir())?;
+            if let Some(space) = p.purging.take() {
+                let name = &p.oracle.specs[space].name;
+                if log.kind_of(name).is_none() {
+                    p.purged(space);
+                }
+            }
             let filter = log.filter("filter", options_of(&p.oracle.specs[FILTER]))?;
             let mut desks = vec![None];
             for spec in &p.oracle.specs[1..] {
@@ -124,6 +170,7 @@ impl Crew {
                 desks,
                 p,
                 probe,
+                disk: disk.clone(),
             }),
             Err(error) => Err((p, Err(error))),
         }
@@ -145,6 +192,16 @@ impl Crew {
             p.floor_power = p.floor_kill;
         }
         (p, closed)
+    }
+
+    /// Closes, and opens the same disk again.
+    pub fn reopen(self) -> std::result::Result<Crew, Ended> {
+        let disk = self.disk.clone();
+        let (p, closed) = self.close();
+        match closed {
+            Ok(()) => Crew::open(&disk, p),
+            Err(error) => Err((p, Err(error))),
+        }
     }
 
     pub fn desk(&mut self, space: usize) -> &mut dyn Desk {
@@ -191,6 +248,34 @@ impl Crew {
         error
     }
 
+    /// Asks the store what came of changes of which it has not said whether they are applied,
+    /// and takes back those that are not. If it does not say, all of them stay uncertain.
+    fn look(&mut self, before: usize) {
+        let journal = &self.p.oracle.journal;
+        let keys: BTreeSet<Key> = journal[before..]
+            .iter()
+            .map(|(key, _)| key.clone())
+            .collect();
+        for key in keys {
+            let state = match key.0 {
+                FILTER => self.filter.get(&key.1),
+                space => self.desk(space).get(&key.1),
+            };
+            let Ok(state) = state else {
+                self.p.uncertain_from.get_or_insert(before);
+                return;
+            };
+            while !same(&self.p.oracle.get(key.0, &key.1), &state) {
+                let lost = self.p.oracle.lose_last_of(&key, before);
+                assert!(
+                    lost,
+                    "{} is neither as before nor as after",
+                    key.1.escape_ascii()
+                );
+            }
+        }
+    }
+
     pub fn observe(
         &mut self,
         key: &[u8],
@@ -229,7 +314,7 @@ impl Crew {
         let options = ObserveOptions::new().durability(level).retention(retention);
         let answered = self.filter.observe_many_with(keys, &options);
         if answered.is_err() {
-            self.p.uncertain_from.get_or_insert(before);
+            self.look(before);
         }
         let observed = answered?;
         for ((key, observed), new) in keys.iter().zip(observed).zip(news) {
@@ -286,8 +371,13 @@ impl Crew {
     ) -> Result<()> {
         match actual {
             Ok(actual) => {
-                assert_eq!(actual, expected);
-                if matches!(actual, Changed::Committed | Changed::Applied(_)) {
+                if actual != Changed::Unseen {
+                    assert_eq!(actual, expected);
+                }
+                if matches!(
+                    actual,
+                    Changed::Committed | Changed::Applied(_) | Changed::Unseen
+                ) {
                     self.acked(level);
                 }
                 Ok(())
@@ -310,11 +400,7 @@ impl Crew {
         let before = self.p.oracle.journal.len();
         let expected = self.p.oracle.start(space, key, epoch, evidence);
         let actual = self.desk(space).start(index, evidence);
-        let level = match space {
-            PROBEABLE | NON_REPEATABLE => Durability::Power,
-            _ => Durability::Buffered,
-        };
-        self.changed(before, actual, expected, level)
+        self.changed(before, actual, expected, start_level(space))
     }
 
     pub fn renew(&mut self, space: usize, key: &[u8], lease_ms: u64) -> Result<()> {
@@ -370,12 +456,78 @@ impl Crew {
     ) -> Result<Changed> {
         let ticket = ticket_of(&self.p.oracle.specs[space].name, key, epoch);
         let kept = Outcome::Kept(outcome.to_vec());
+        let before = self.p.oracle.journal.len();
         let expected = self.p.oracle.commit(space, key, epoch, &kept, None);
-        let actual = self
-            .desk(space)
-            .commit_ticket(&ticket, &Give::new(outcome))?;
-        assert_eq!(actual, expected);
-        Ok(actual)
+        let actual = self.desk(space).commit_ticket(&ticket, &Give::new(outcome));
+        let level = self.p.level;
+        let changed = expected.clone();
+        self.changed(before, actual, expected, level)?;
+        Ok(changed)
+    }
+
+    /// Hands a claim over to whoever has its ticket.
+    pub fn detach(&mut self, space: usize, key: &[u8]) -> Stamp {
+        let (index, epoch) = self.guard(space, key);
+        self.desk(space).detach(index);
+        epoch
+    }
+
+    pub fn start_ticket(&mut self, space: usize, key: &[u8], epoch: Stamp) -> Result<()> {
+        let ticket = ticket_of(&self.p.oracle.specs[space].name, key, epoch);
+        let before = self.p.oracle.journal.len();
+        let expected = self.p.oracle.start(space, key, epoch, b"by ticket");
+        let actual = self.desk(space).start_ticket(&ticket, b"by ticket");
+        self.changed(before, actual, expected, start_level(space))
+    }
+
+    pub fn renew_ticket(
+        &mut self,
+        space: usize,
+        key: &[u8],
+        epoch: Stamp,
+        lease_ms: u64,
+    ) -> Result<()> {
+        let ticket = ticket_of(&self.p.oracle.specs[space].name, key, epoch);
+        let before = self.p.oracle.journal.len();
+        let expected = self.p.oracle.renew(space, key, epoch, lease_ms);
+        let actual = self.desk(space).renew_ticket(&ticket, lease_ms);
+        self.changed(before, actual, expected, Durability::Process)
+    }
+
+    pub fn fail_ticket(
+        &mut self,
+        space: usize,
+        key: &[u8],
+        epoch: Stamp,
+        failure: &Failure,
+    ) -> Result<()> {
+        let ticket = ticket_of(&self.p.oracle.specs[space].name, key, epoch);
+        let before = self.p.oracle.journal.len();
+        let expected = self.p.oracle.fail(space, key, epoch, failure);
+        let actual = self.desk(space).fail_ticket(&ticket, failure);
+        let level = match failure {
+            Failure::Release => Durability::Buffered,
+            _ => self.p.level,
+        };
+        self.changed(before, actual, expected, level)
+    }
+
+    /// Purges a namespace by force, and makes it anew.
+    pub fn purge(&mut self, space: usize) -> Result<()> {
+        let name = self.p.oracle.specs[space].name.clone();
+        self.p.purging = Some(space);
+        self.log.purge(&name, true)?;
+        self.p.purging = None;
+        self.p.purged(space);
+        let spec = &self.p.oracle.specs[space];
+        if space == FILTER {
+            self.filter = self.log.filter(&name, options_of(spec))?;
+        } else {
+            let desk = open_desk(&self.log, spec, options_of(spec), &self.probe)?;
+            // The old guards have no key any more: that they end nothing is part of the test.
+            drop(self.desks[space].replace(desk));
+        }
+        Ok(())
     }
 
     pub fn fail(&mut self, space: usize, key: &[u8], failure: &Failure) -> Result<()> {
@@ -395,7 +547,7 @@ impl Crew {
             };
             let before = self.p.oracle.journal.len();
             self.p.oracle.fail(space, key, epoch, &dropped);
-            self.p.uncertain_from.get_or_insert(before);
+            self.look(before);
             return Err(error);
         }
         let level = match failure {
@@ -589,6 +741,14 @@ impl Crew {
             self.commit(space, &key, b"more", Durability::Power)
                 .unwrap();
         }
+    }
+}
+
+/// Where the effect may not be repeated unseen, its start is durable whatever the level.
+fn start_level(space: usize) -> Durability {
+    match space {
+        PROBEABLE | NON_REPEATABLE => Durability::Power,
+        _ => Durability::Buffered,
     }
 }
 

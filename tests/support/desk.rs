@@ -304,9 +304,9 @@ impl<C: Class> Desk for Table<C> {
         match self.guards.swap_remove(index) {
             Guard::Claim(claim) => match claim.start(evidence) {
                 Ok(started) => {
-                    let state = self.namespace.get(started.key())?;
+                    let state = self.namespace.get(started.key());
                     self.guards.push(Guard::Started(started));
-                    Ok(Changed::Applied(state))
+                    Ok(state.map_or(Changed::Unseen, Changed::Applied))
                 }
                 Err(StartError::Fenced { current }) => Ok(Changed::Fenced(current)),
                 Err(StartError::Failed { claim, error }) => {

@@ -123,6 +123,8 @@ pub enum Changed {
     Applied(KeyState),
     Fenced(KeyState),
     NotStarted,
+    /// Applied, and what the key is now could not be read.
+    Unseen,
 }
 
 /// How a claim is asked for.
@@ -191,6 +193,20 @@ impl Oracle {
             None => self.keys.remove(&key),
         };
         Some(key)
+    }
+
+    /// Takes back the newest change of a key, if it came at or after that place of the journal.
+    pub fn lose_last_of(&mut self, key: &Key, from: usize) -> bool {
+        let last = self.journal.iter().rposition(|(changed, _)| changed == key);
+        let Some(at) = last.filter(|at| *at >= from) else {
+            return false;
+        };
+        let (key, before) = self.journal.remove(at);
+        match before {
+            Some(entry) => self.keys.insert(key, entry),
+            None => self.keys.remove(&key),
+        };
+        true
     }
 
     /// Says whether a kill could lose a prolonged retention, which nothing shows until it ends.

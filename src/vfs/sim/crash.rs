@@ -5,6 +5,7 @@ use std::fmt;
 
 use super::power::PowerCuts;
 use super::rng::Rng;
+use super::state::Death;
 use super::{PowerCut, SimDisk};
 
 /// How much [`for_each_crash_point`] tries, and where it starts.
@@ -14,6 +15,8 @@ pub struct CrashOptions {
     pub base: SimDisk,
     /// Where all random choices come from.
     pub seed: u64,
+    /// The first step to crash at (default 0).
+    pub first_step: u64,
     /// All outcomes of a power cut are tried if there are at most this many (default 64).
     pub outcomes_max: u64,
     /// Otherwise this many random ones, besides "all lost" and "all kept" (default 4).
@@ -22,17 +25,22 @@ pub struct CrashOptions {
     pub recycled_count: u32,
     /// Deaths inside each write, at random places (default 2).
     pub inside_count: u32,
+    /// Random outcomes are added, evenly over all steps, until there are this many distinct
+    /// images or hardly any new ones turn up (default 0).
+    pub images_min: u64,
 }
 
 impl Default for CrashOptions {
     fn default() -> CrashOptions {
         CrashOptions {
-            base: SimDisk::new(),
+            base: SimDisk::seeded(1),
             seed: 1,
+            first_step: 0,
             outcomes_max: 64,
             seeded_count: 4,
             recycled_count: 0,
             inside_count: 2,
+            images_min: 0,
         }
     }
 }
@@ -79,6 +87,8 @@ pub struct CrashState {
     pub kind: CrashKind,
     /// The seed in the options.
     pub seed: u64,
+    /// The disk's [`SimDisk::image_hash`].
+    pub image: u64,
     /// The disk that the next process finds.
     pub disk: SimDisk,
 }
@@ -113,6 +123,12 @@ pub struct CrashTotals {
     pub distinct: u64,
 }
 
+/// How often [`CrashOptions::images_min`] goes over all steps for more images, at most.
+const ROUNDS_MAX: u64 = 64;
+
+/// So many outcomes for one new image end the search: at a step, and as a whole.
+const MISSES_MAX: u64 = 24;
+
 /// Runs a scenario once for every step it has, lets the process die or the power fail there, and
 /// hands every resulting disk to `check`.
 ///
@@ -122,66 +138,97 @@ pub struct CrashTotals {
 /// step. Disks that equal one already checked *at the same step* are not checked again; equal
 /// disks at different steps are, because more may have been promised meanwhile.
 ///
-/// A check that panics leaves a line on stderr that says which disk it was.
+/// A check that panics leaves a line on stderr that says which disk it was; see
+/// [`CrashOptions::replay`].
 pub fn for_each_crash_point(
     options: &CrashOptions,
     scenario: impl Fn(&SimDisk),
-    mut check: impl FnMut(CrashState),
+    check: impl FnMut(CrashState),
 ) -> CrashTotals {
     let whole = options.base.after_kill();
     scenario(&whole);
-    let mut totals = CrashTotals {
-        steps: whole.steps(),
-        ..CrashTotals::default()
-    };
+    let steps = whole.steps();
     drop(whole);
-    let mut images = HashSet::new();
-    for step in 0..=totals.steps {
-        let killed = options.run_until(step, 0, &scenario);
-        let death = killed.state().death.clone();
-        let doing = death
-            .as_ref()
-            .map_or(String::new(), |death| death.what.clone());
-        let mut seen = HashSet::new();
-        let mut visit = |kind, disk: SimDisk| {
-            totals.states += 1;
-            images.insert(disk.image_hash());
-            if seen.insert(disk.state().state_hash()) {
-                totals.checked += 1;
-                let doing = doing.clone();
-                let state = CrashState {
-                    step,
-                    doing,
-                    kind,
-                    seed: options.seed,
-                    disk,
-                };
-                let _guard = Announce(state.to_string());
-                check(state);
+    let mut visitor = Visitor {
+        seed: options.seed,
+        check,
+        images: HashSet::new(),
+        seen: HashSet::new(),
+        totals: CrashTotals {
+            steps,
+            ..CrashTotals::default()
+        },
+    };
+    let all = options.first_step..=steps;
+    for step in all.clone() {
+        let killed = options.run_until(step, &scenario);
+        options.visit_all(step, &killed, &mut visitor);
+    }
+    for round in 0..ROUNDS_MAX {
+        let before = visitor.images.len() as u64;
+        let states = visitor.totals.states;
+        let missing = options.images_min.saturating_sub(before);
+        // Some steps have few outcomes: the others are asked for more than their share.
+        let count = (steps + 1).saturating_sub(options.first_step).max(1);
+        let share = missing.div_ceil(count).saturating_mul(2);
+        for step in all.clone() {
+            if visitor.images.len() as u64 >= options.images_min {
+                return visitor.totals();
             }
-        };
-        options.power_cuts(step, &killed, &mut visit);
-        let bytes = death.map_or(0, |death| death.bytes);
-        for kept_bytes in options.prefixes(step, bytes) {
-            let killed = options.run_until(step, kept_bytes, &scenario);
-            visit(CrashKind::KillInside { kept_bytes }, killed.after_kill());
+            options.visit_more(step, round, share, &scenario, &mut visitor);
+        }
+        if (visitor.images.len() as u64 - before) * MISSES_MAX <= visitor.totals.states - states {
+            break;
         }
     }
-    totals.distinct = images.len() as u64;
-    totals
+    visitor.totals()
+}
+
+/// Hands disks to the check, but none twice at the same step.
+struct Visitor<C> {
+    seed: u64,
+    check: C,
+    images: HashSet<u64>,
+    /// Steps and disks with all that a power cut could bring to light.
+    seen: HashSet<(u64, u64)>,
+    totals: CrashTotals,
+}
+
+impl<C: FnMut(CrashState)> Visitor<C> {
+    /// Returns whether the image is new.
+    fn visit(&mut self, step: u64, killed: &SimDisk, kind: CrashKind, disk: SimDisk) -> bool {
+        let (image, whole) = disk.state().hashes();
+        self.totals.states += 1;
+        let is_new = self.images.insert(image);
+        if self.seen.insert((step, whole)) {
+            self.totals.checked += 1;
+            let state = CrashState {
+                step,
+                doing: killed.died_doing().unwrap_or_default(),
+                kind,
+                seed: self.seed,
+                image,
+                disk,
+            };
+            let _guard = Announce(state.to_string());
+            (self.check)(state);
+        }
+        is_new
+    }
+
+    fn totals(mut self) -> CrashTotals {
+        self.totals.distinct = self.images.len() as u64;
+        self.totals
+    }
 }
 
 impl CrashOptions {
     /// Makes one disk again, as printed by [`CrashState`].
     pub fn replay(&self, step: u64, kind: CrashKind, scenario: impl Fn(&SimDisk)) -> SimDisk {
-        let kept_bytes = if let CrashKind::KillInside { kept_bytes } = kind {
-            kept_bytes
-        } else {
-            0
-        };
-        let killed = self.run_until(step, kept_bytes, &scenario);
+        let killed = self.run_until(step, &scenario);
         match kind {
-            CrashKind::Kill | CrashKind::KillInside { .. } => killed.after_kill(),
+            CrashKind::Kill => killed.after_kill(),
+            CrashKind::KillInside { kept_bytes } => killed.after_kill_inside(kept_bytes),
             CrashKind::DropAll => killed.after_power_cut(&mut PowerCut::drop_all()),
             CrashKind::KeepAll => killed.after_power_cut(&mut PowerCut::keep_all()),
             CrashKind::Seeded { seed } => killed.after_power_cut(&mut PowerCut::seeded(seed)),
@@ -193,24 +240,25 @@ impl CrashOptions {
         }
     }
 
-    fn run_until(&self, step: u64, kept_bytes: usize, scenario: impl Fn(&SimDisk)) -> SimDisk {
+    fn run_until(&self, step: u64, scenario: impl Fn(&SimDisk)) -> SimDisk {
         let disk = self.base.after_kill();
-        disk.stop_inside(step, kept_bytes);
+        disk.stop_at(step);
         scenario(&disk);
         disk
     }
 
     /// Visits a killed process's disk and the disks after a power cut at the same moment.
-    fn power_cuts(&self, step: u64, killed: &SimDisk, visit: &mut impl FnMut(CrashKind, SimDisk)) {
+    fn visit_all<C: FnMut(CrashState)>(
+        &self,
+        step: u64,
+        killed: &SimDisk,
+        visitor: &mut Visitor<C>,
+    ) {
+        let mut visit = |kind, disk| visitor.visit(step, killed, kind, disk);
         visit(CrashKind::Kill, killed.after_kill());
-        visit(
-            CrashKind::DropAll,
-            killed.after_power_cut(&mut PowerCut::drop_all()),
-        );
-        visit(
-            CrashKind::KeepAll,
-            killed.after_power_cut(&mut PowerCut::keep_all()),
-        );
+        let cut = |mut cut| killed.after_power_cut(&mut cut);
+        visit(CrashKind::DropAll, cut(PowerCut::drop_all()));
+        visit(CrashKind::KeepAll, cut(PowerCut::keep_all()));
         let mut rng = self.rng(step);
         let outcomes = PowerCuts::new(killed.state().restarted(), self.outcomes_max, 0);
         if outcomes.is_exhaustive() {
@@ -220,14 +268,59 @@ impl CrashOptions {
         } else {
             for _ in 0..self.seeded_count {
                 let seed = rng.next_u64();
-                let disk = killed.after_power_cut(&mut PowerCut::seeded(seed));
-                visit(CrashKind::Seeded { seed }, disk);
+                visit(CrashKind::Seeded { seed }, cut(PowerCut::seeded(seed)));
             }
         }
         for _ in 0..self.recycled_count {
             let seed = rng.next_u64();
-            let disk = killed.after_power_cut(&mut PowerCut::recycled(seed));
-            visit(CrashKind::Recycled { seed }, disk);
+            visit(CrashKind::Recycled { seed }, cut(PowerCut::recycled(seed)));
+        }
+        let bytes = killed.state().death.as_ref().map_or(0, Death::bytes);
+        for kept_bytes in self.prefixes(step, bytes) {
+            let disk = killed.after_kill_inside(kept_bytes);
+            visit(CrashKind::KillInside { kept_bytes }, disk);
+        }
+    }
+
+    /// Visits random disks of one step until `share` of them were new images, or until none is.
+    fn visit_more<C: FnMut(CrashState)>(
+        &self,
+        step: u64,
+        round: u64,
+        share: u64,
+        scenario: impl Fn(&SimDisk),
+        visitor: &mut Visitor<C>,
+    ) {
+        let killed = self.run_until(step, scenario);
+        let bytes = killed.state().death.as_ref().map_or(0, Death::bytes);
+        let mut rng = self.rng(step ^ (round + 1) << 32);
+        let (mut found, mut misses) = (0, 0);
+        for turn in 0_u64.. {
+            if found >= share || misses >= MISSES_MAX {
+                return;
+            }
+            let seed = rng.next_u64();
+            let (kind, disk) = match turn % 4 {
+                0 if bytes > 1 => {
+                    let kept_bytes = 1 + rng.below(bytes - 1);
+                    let disk = killed.after_kill_inside(kept_bytes);
+                    (CrashKind::KillInside { kept_bytes }, disk)
+                }
+                1 if self.recycled_count > 0 => {
+                    let disk = killed.after_power_cut(&mut PowerCut::recycled(seed));
+                    (CrashKind::Recycled { seed }, disk)
+                }
+                _ => {
+                    let disk = killed.after_power_cut(&mut PowerCut::seeded(seed));
+                    (CrashKind::Seeded { seed }, disk)
+                }
+            };
+            if visitor.visit(step, &killed, kind, disk) {
+                found += 1;
+                misses = 0;
+            } else {
+                misses += 1;
+            }
         }
     }
 

@@ -5,7 +5,8 @@ use std::io;
 
 use rustix::io::Errno;
 
-/// The kinds of steps: calls that change the disk or make changes durable.
+/// The kinds of calls. The first eight are *steps*: they change the disk or make changes durable.
+/// The others only read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
     /// A new file.
@@ -24,6 +25,33 @@ pub enum Op {
     Unlink,
     /// `Dir::sync`.
     DirSync,
+    /// `Dir::open` of an existing file.
+    Open,
+    /// `File::read_at`.
+    Read,
+    /// `File::size`.
+    Size,
+    /// `File::map`.
+    Map,
+    /// `Dir::list`.
+    List,
+}
+
+impl Op {
+    /// All kinds of steps.
+    pub const STEPS: [Op; 8] = [
+        Op::Create,
+        Op::Write,
+        Op::SetLen,
+        Op::Allocate,
+        Op::Sync,
+        Op::Rename,
+        Op::Unlink,
+        Op::DirSync,
+    ];
+
+    /// All kinds of reading calls.
+    pub const READS: [Op; 5] = [Op::Open, Op::Read, Op::Size, Op::Map, Op::List];
 }
 
 impl fmt::Display for Op {
@@ -37,6 +65,11 @@ impl fmt::Display for Op {
             Op::Rename => "rename",
             Op::Unlink => "unlink",
             Op::DirSync => "sync_dir",
+            Op::Open => "open",
+            Op::Read => "read",
+            Op::Size => "size",
+            Op::Map => "map",
+            Op::List => "list",
         })
     }
 }
@@ -58,11 +91,17 @@ pub enum FaultKind {
     NoDescriptor,
     /// ENOMEM: the kernel has no memory.
     NoMemory,
+    /// EINTR: a signal came. `read_at` and `write_at` go on, as they do on real files; every
+    /// other call returns the error.
+    Interrupted,
+    /// A read or write moves a part of the bytes only, and goes on with the rest, as on real
+    /// files. Every other call is not affected.
+    Short,
 }
 
 impl FaultKind {
     /// All kinds.
-    pub const ALL: [FaultKind; 7] = [
+    pub const ALL: [FaultKind; 9] = [
         FaultKind::Io,
         FaultKind::NoSpace,
         FaultKind::Quota,
@@ -70,6 +109,8 @@ impl FaultKind {
         FaultKind::ReadOnly,
         FaultKind::NoDescriptor,
         FaultKind::NoMemory,
+        FaultKind::Interrupted,
+        FaultKind::Short,
     ];
 
     /// Returns the error that the operating system would give.
@@ -82,6 +123,7 @@ impl FaultKind {
             FaultKind::ReadOnly => Errno::ROFS,
             FaultKind::NoDescriptor => Errno::MFILE,
             FaultKind::NoMemory => Errno::NOMEM,
+            FaultKind::Interrupted | FaultKind::Short => Errno::INTR,
         };
         errno.into()
     }
@@ -106,16 +148,21 @@ pub enum SyncFailure {
 /// One planned error, see [`SimDisk::fail`](super::SimDisk::fail).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// The first step that can fail (0-based); with `only`, the first such step from there on.
+    /// The first step that can fail (0-based), or reading call, with `reads`; with `only`, the
+    /// first such call from there on.
     pub at_step: u64,
     /// The error given.
     pub error: FaultKind,
-    /// Whether every later step (of that kind, with `only`) fails as well.
+    /// Whether every later call (of that kind, with `only`) fails as well.
     pub sticky: bool,
-    /// How many bytes a failed write leaves; `None` is 0.
+    /// How many bytes a failed write leaves; `None` is 0. With [`FaultKind::Short`], how many
+    /// the first part of a read or write has; `None` is half of them.
     pub after_bytes: Option<usize>,
-    /// Which steps can fail; `None` is all.
+    /// Which calls can fail; `None` is all.
     pub only: Option<Op>,
+    /// Whether `at_step` counts reading calls ([`Counts::reads`](super::Counts)), and these fail
+    /// instead of steps.
+    pub reads: bool,
     /// What a failed sync does to the unsynced bytes.
     pub sync: SyncFailure,
 }
@@ -131,6 +178,7 @@ impl Fault {
             sticky: false,
             after_bytes: None,
             only: None,
+            reads: false,
             sync,
         }
     }
@@ -153,7 +201,16 @@ impl Fault {
         }
     }
 
-    /// Restricts the error to one kind of step.
+    /// Counts and strikes reading calls instead of steps.
+    #[must_use]
+    pub fn reads(self) -> Fault {
+        Fault {
+            reads: true,
+            ..self
+        }
+    }
+
+    /// Restricts the error to one kind of call.
     #[must_use]
     pub fn only(self, op: Op) -> Fault {
         Fault {
@@ -170,6 +227,9 @@ impl Fault {
 
     /// Tells whether the error strikes now.
     pub(super) fn strikes(&self, step: u64, op: Op) -> bool {
+        if Op::READS.contains(&op) != self.reads {
+            return false;
+        }
         match self.only {
             Some(only) => step >= self.at_step && op == only,
             None => step == self.at_step || (self.sticky && step > self.at_step),
@@ -177,9 +237,11 @@ impl Fault {
     }
 }
 
-/// What happens to one step.
+/// What happens to one call.
 pub(super) enum Gate {
     Go,
+    /// The first attempt is interrupted (`None`), or moves that many bytes.
+    Again(Option<usize>),
     Fail {
         error: io::Error,
         kept_bytes: usize,
@@ -188,11 +250,48 @@ pub(super) enum Gate {
 }
 
 impl Gate {
-    /// For the steps that happen either entirely or not at all.
+    /// Decides for a call that a fault has struck.
+    pub(super) fn of(fault: &Fault, op: Op, bytes: usize) -> Gate {
+        let moves = matches!(op, Op::Read | Op::Write);
+        match fault.error {
+            FaultKind::Interrupted if moves => Gate::Again(None),
+            FaultKind::Short if moves => {
+                let part = fault.after_bytes.unwrap_or(bytes / 2);
+                Gate::Again(Some(part.clamp(1, bytes.max(1))))
+            }
+            FaultKind::Short => Gate::Go,
+            error => Gate::Fail {
+                error: error.error(),
+                kept_bytes: fault.after_bytes.unwrap_or(0),
+                sync: fault.sync,
+            },
+        }
+    }
+
+    /// For the calls that happen either entirely or not at all.
     pub(super) fn whole(self) -> io::Result<()> {
         match self {
-            Gate::Go => Ok(()),
+            Gate::Go | Gate::Again(_) => Ok(()),
             Gate::Fail { error, .. } => Err(error),
+        }
+    }
+}
+
+/// How often one call is interrupted or cut short: once, so that a fault that stays does not
+/// keep the call for ever.
+pub(super) struct Attempts(Option<Option<usize>>);
+
+impl Attempts {
+    pub(super) fn new(first: Option<Option<usize>>) -> Attempts {
+        Attempts(first)
+    }
+
+    /// Returns how many bytes the next attempt may move.
+    pub(super) fn next(&mut self, bytes: usize) -> io::Result<usize> {
+        match self.0.take() {
+            Some(None) => Err(FaultKind::Interrupted.error()),
+            Some(Some(part)) => Ok(part.min(bytes)),
+            None => Ok(bytes),
         }
     }
 }

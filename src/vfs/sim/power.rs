@@ -5,9 +5,8 @@
 //! sizes it had since its last sync. Answer 0 to everything is "all lost", the last answer to
 //! everything is "all kept", and walking through all answers is every possible outcome.
 
-use std::sync::Arc;
-
 use super::SimDisk;
+use super::content::Content;
 use super::rng::Rng;
 use super::state::{Change, Entries, Inode, SECTOR_BYTES, State, overlay};
 
@@ -131,7 +130,7 @@ impl Walk {
 impl State {
     /// Returns the disk after a power cut.
     pub(super) fn after_power_cut(&self, cut: &mut PowerCut) -> State {
-        let mut next = State::new(self.history);
+        let mut next = State::new(self.history, self.rng.clone());
         cut.begin_part();
         let mut entries = self.durable.clone();
         for op in &self.entry_ops {
@@ -200,9 +199,9 @@ impl Inode {
         self.with_content(self.surviving(cut, scrap))
     }
 
-    fn surviving(&self, cut: &mut PowerCut, scrap: &[u8]) -> Arc<Vec<u8>> {
+    fn surviving(&self, cut: &mut PowerCut, scrap: &[u8]) -> Content {
         if self.pending.is_empty() {
-            return Arc::clone(&self.durable);
+            return self.durable.clone();
         }
         cut.begin_part();
         let mut content = self.durable.to_vec();
@@ -227,7 +226,7 @@ impl Inode {
         let sizes = self.sizes();
         let size = sizes.get(cut.choose(sizes.len())).copied();
         content.resize(size.unwrap_or(self.durable.len()), 0);
-        Arc::new(content)
+        Content::new(content)
     }
 
     /// Shows old bytes where sectors were written for the first time, before any is kept.

@@ -20,6 +20,15 @@ impl Rng {
         z ^ (z >> 31)
     }
 
+    /// Fills the buffer.
+    pub fn fill(&mut self, bytes: &mut [u8]) {
+        for chunk in bytes.chunks_mut(8) {
+            for (to, from) in chunk.iter_mut().zip(self.next_u64().to_le_bytes()) {
+                *to = from;
+            }
+        }
+    }
+
     /// Returns a number below `bound`, or 0 if `bound` is 0. The bias is below 2^-32 for
     /// bounds below 2^32.
     pub fn below(&mut self, bound: usize) -> usize {

@@ -11,7 +11,10 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
-use super::fault::{Fault, FaultKind, Gate, Op, SyncFailure};
+use super::content::{Content, hash64};
+use super::fault::{Attempts, Fault, FaultKind, Gate, Op, SyncFailure};
+use super::rng::Rng;
+use crate::vfs::write_fully;
 
 /// What a device writes as a whole or not at all. Also the unit in which space is charged.
 pub(super) const SECTOR_BYTES: usize = 512;
@@ -59,7 +62,7 @@ pub(super) struct FileOp {
 
 #[derive(Clone)]
 pub(super) enum Change {
-    Write { offset: usize, bytes: Vec<u8> },
+    Write { offset: usize, bytes: Arc<[u8]> },
     Shrink,
     Grow,
 }
@@ -67,9 +70,9 @@ pub(super) enum Change {
 #[derive(Clone, Default)]
 pub(super) struct Inode {
     /// What reads see.
-    pub(super) cached: Arc<Vec<u8>>,
+    pub(super) cached: Content,
     /// What a power cut leaves for sure.
-    pub(super) durable: Arc<Vec<u8>>,
+    pub(super) durable: Content,
     /// Unsynced changes, oldest first.
     pub(super) pending: Vec<FileOp>,
     /// Which sectors have space on the disk.
@@ -130,8 +133,15 @@ impl EntryOp {
 #[derive(Clone, Debug)]
 pub(super) struct Death {
     pub(super) what: String,
-    /// The bytes of the write that did not happen, 0 for other steps.
-    pub(super) bytes: usize,
+    /// The write that did not happen; `None` for other steps.
+    pub(super) write: Option<(FileId, usize, Arc<[u8]>)>,
+}
+
+impl Death {
+    /// Returns the bytes of the write that did not happen, 0 for other steps.
+    pub(super) fn bytes(&self) -> usize {
+        self.write.as_ref().map_or(0, |(_, _, bytes)| bytes.len())
+    }
 }
 
 #[derive(Clone, Default)]
@@ -147,18 +157,20 @@ pub(super) struct State {
     pub(super) log: Vec<String>,
     pub(super) counts: Counts,
     pub(super) faults: Vec<Fault>,
-    pub(super) reads_left: Option<u64>,
     /// The step at which the process dies, and the bytes of it that still get written.
     pub(super) stop: Option<(u64, usize)>,
     pub(super) death: Option<Death>,
     pub(super) free_bytes: Option<u64>,
     pub(super) locks: BTreeMap<String, (u64, String)>,
+    /// Where the store's random bytes come from; the operating system, if `None`.
+    pub(super) rng: Option<Rng>,
 }
 
 impl State {
-    pub(super) fn new(history: bool) -> State {
+    pub(super) fn new(history: bool, rng: Option<Rng>) -> State {
         State {
             history,
+            rng,
             ..State::default()
         }
     }
@@ -173,6 +185,7 @@ impl State {
             next_id: self.next_id,
             history: self.history,
             free_bytes: self.free_bytes,
+            rng: self.rng.clone(),
             ..State::default()
         };
         for inode in next.inodes.values_mut() {
@@ -202,7 +215,7 @@ impl State {
         if let Some((stop, kept_bytes)) = self.stop.filter(|(stop, _)| self.steps >= *stop) {
             self.death = Some(Death {
                 what: what(),
-                bytes,
+                write: None,
             });
             let kept_bytes = if self.steps == stop { kept_bytes } else { 0 };
             let error = process_death();
@@ -215,23 +228,22 @@ impl State {
         let step = self.steps;
         self.steps += 1;
         self.count(op, bytes);
-        let struck = self.faults.iter().position(|fault| fault.strikes(step, op));
-        let fault = struck.and_then(|index| self.faults.get(index).copied());
-        if let (Some(index), Some(Fault { sticky: false, .. })) = (struck, fault) {
-            self.faults.remove(index);
-        }
+        let fault = self.strike(step, op);
         if self.history {
             let failed = fault.map_or(String::new(), |fault| format!(" -> {:?}", fault.error));
             self.log.push(what() + &failed);
         }
-        Ok(match fault {
-            None => Gate::Go,
-            Some(fault) => Gate::Fail {
-                error: fault.error.error(),
-                kept_bytes: fault.after_bytes.unwrap_or(0),
-                sync: fault.sync,
-            },
-        })
+        Ok(fault.map_or(Gate::Go, |fault| Gate::of(&fault, op, bytes)))
+    }
+
+    /// Returns the first planned error that strikes this call, and forgets it if it comes once.
+    fn strike(&mut self, number: u64, op: Op) -> Option<Fault> {
+        let index = self.faults.iter().position(|f| f.strikes(number, op))?;
+        let fault = self.faults.get(index).copied()?;
+        if !fault.sticky {
+            self.faults.remove(index);
+        }
+        Some(fault)
     }
 
     fn count(&mut self, op: Op, bytes: usize) {
@@ -245,23 +257,19 @@ impl State {
             Op::Rename => &mut counts.renames,
             Op::Unlink => &mut counts.unlinks,
             Op::DirSync => &mut counts.dir_syncs,
+            Op::Open | Op::Read | Op::Size | Op::Map | Op::List => &mut counts.reads,
         };
         *counter += 1;
         counts.written_bytes += bytes as u64;
     }
 
-    /// Counts a reading call and fails it if that was planned.
-    pub(super) fn begin_read(&mut self) -> io::Result<()> {
+    /// Counts a reading call and decides what happens to it.
+    pub(super) fn begin_read(&mut self, op: Op, bytes: usize) -> io::Result<Gate> {
         self.alive()?;
-        self.counts.reads += 1;
-        match &mut self.reads_left {
-            Some(0) => Err(FaultKind::Io.error()),
-            Some(left) => {
-                *left -= 1;
-                Ok(())
-            }
-            None => Ok(()),
-        }
+        let number = self.counts.reads;
+        self.count(op, 0);
+        let fault = self.strike(number, op);
+        Ok(fault.map_or(Gate::Go, |fault| Gate::of(&fault, op, bytes)))
     }
 
     /// Returns what the device holds of a file; without history that is what reads see.
@@ -356,7 +364,7 @@ impl State {
 
     pub(super) fn sync_dir(&mut self) -> io::Result<()> {
         match self.begin(Op::DirSync, 0, || Op::DirSync.to_string())? {
-            Gate::Go => {
+            Gate::Go | Gate::Again(_) => {
                 for op in std::mem::take(&mut self.entry_ops) {
                     op.apply(&mut self.durable);
                 }
@@ -383,23 +391,57 @@ impl State {
         let what = || format!("write {name} {offset}+{}", buf.len());
         let (kept_bytes, failure) = match self.begin(Op::Write, buf.len(), what)? {
             Gate::Go => (buf.len(), None),
+            Gate::Again(first) => {
+                let mut attempts = Attempts::new(Some(first));
+                return write_fully(buf, offset, |buf, offset| {
+                    let part = buf.get(..attempts.next(buf.len())?).unwrap_or(buf);
+                    self.write_part(id, part, offset, part.len())
+                });
+            }
             Gate::Fail {
                 error, kept_bytes, ..
             } => (kept_bytes.min(buf.len()), Some(error)),
         };
+        if let (Some(death), Ok(offset)) = (&mut self.death, file_size(offset)) {
+            death.write = Some((id, offset, buf.into()));
+        }
+        let written = self.write_part(id, buf, offset, kept_bytes)?;
+        match failure {
+            Some(error) => Err(error),
+            None if written < kept_bytes => Err(FaultKind::NoSpace.error()),
+            None => Ok(()),
+        }
+    }
+
+    /// Writes a part of the bytes; returns how many of it there was space for.
+    fn write_part(
+        &mut self,
+        id: FileId,
+        buf: &[u8],
+        offset: u64,
+        kept_bytes: usize,
+    ) -> io::Result<usize> {
         let end = offset.checked_add(kept_bytes as u64).ok_or(Errno::FBIG)?;
         file_size(end)?;
         let offset = file_size(offset)?;
-        let space = self.charge(id, offset, kept_bytes)?;
-        let written = buf.get(..space).unwrap_or_default();
+        match self.put(id, offset, buf.get(..kept_bytes).unwrap_or_default())? {
+            0 if kept_bytes > 0 => Err(FaultKind::NoSpace.error()),
+            written => Ok(written),
+        }
+    }
+
+    /// Writes as much as there is space for into the cache; returns how many bytes that were.
+    fn put(&mut self, id: FileId, offset: usize, bytes: &[u8]) -> io::Result<usize> {
+        let space = self.charge(id, offset, bytes.len())?;
+        let written = bytes.get(..space).unwrap_or_default();
         let history = self.history;
         let inode = self.inode(id)?;
         if !written.is_empty() {
-            overlay(Arc::make_mut(&mut inode.cached), offset, written);
+            overlay(inode.cached.make_mut(), offset, written);
             if history {
                 let change = Change::Write {
                     offset,
-                    bytes: written.to_vec(),
+                    bytes: written.into(),
                 };
                 inode.pending.push(FileOp {
                     change,
@@ -407,11 +449,19 @@ impl State {
                 });
             }
         }
-        match failure {
-            Some(error) => Err(error),
-            None if space < kept_bytes => Err(FaultKind::NoSpace.error()),
-            None => Ok(()),
+        Ok(space)
+    }
+
+    /// The disk after a death inside the write at which the process died, as far as
+    /// `kept_bytes`.
+    pub(super) fn killed_inside(&self, kept_bytes: usize) -> State {
+        let mut next = self.restarted();
+        if let Some((id, offset, bytes)) = self.death.as_ref().and_then(|d| d.write.as_ref()) {
+            let kept = bytes.get(..kept_bytes).unwrap_or(bytes);
+            // A write to a file that nobody can find any more leaves nothing.
+            next.put(*id, *offset, kept).unwrap_or_default();
         }
+        next
     }
 
     /// Sets the size; `Op::Allocate` also charges the space.
@@ -431,7 +481,7 @@ impl State {
         let history = self.history;
         let inode = self.inode(id)?;
         let before = inode.cached.len();
-        Arc::make_mut(&mut inode.cached).resize(bytes, 0);
+        inode.cached.make_mut().resize(bytes, 0);
         if history && before != bytes {
             let change = if bytes < before {
                 Change::Shrink
@@ -452,7 +502,7 @@ impl State {
         let gate = self.begin(Op::Sync, 0, || format!("sync {name}"))?;
         let inode = self.inode(id)?;
         match gate {
-            Gate::Go => {
+            Gate::Go | Gate::Again(_) => {
                 inode.make_durable();
                 Ok(())
             }
@@ -461,7 +511,7 @@ impl State {
                     SyncFailure::MarkClean => inode.pending.clear(),
                     SyncFailure::DropPages => {
                         inode.pending.clear();
-                        inode.cached = Arc::clone(&inode.durable);
+                        inode.cached = inode.durable.clone();
                     }
                     SyncFailure::KeepDirty => {}
                 }
@@ -527,8 +577,8 @@ impl State {
     pub(super) fn note(&mut self, name: &str, note: &str) {
         let id = self.cached.get(name).copied();
         if let Some(inode) = id.and_then(|id| self.inodes.get_mut(&id)) {
-            inode.cached = Arc::new(note.as_bytes().to_vec());
-            inode.durable = Arc::clone(&inode.cached);
+            inode.cached = Content::new(note.as_bytes().to_vec());
+            inode.durable = inode.cached.clone();
             inode.pending.clear();
         }
     }
@@ -541,9 +591,9 @@ impl State {
         };
         self.cached.insert(name.into(), id);
         let sectors = bytes.len().div_ceil(SECTOR_BYTES);
-        let content = Arc::new(bytes);
+        let content = Content::new(bytes);
         let inode = self.inodes.entry(id).or_default();
-        inode.cached = Arc::clone(&content);
+        inode.cached = content.clone();
         inode.pending.clear();
         inode.charged = vec![true; sectors];
         if self.history {
@@ -582,37 +632,37 @@ impl State {
         let mut hasher = DefaultHasher::new();
         for (name, id) in &self.cached {
             name.hash(&mut hasher);
-            self.inodes
-                .get(id)
-                .map(|inode| &inode.cached)
-                .hash(&mut hasher);
+            let inode = self.inodes.get(id);
+            inode.map(|inode| inode.cached.hash64()).hash(&mut hasher);
         }
         hasher.finish()
     }
 
-    /// Hashes also what a later power cut could bring to light.
-    pub(super) fn state_hash(&self) -> u64 {
+    /// Returns [`State::image_hash`], and a hash that covers also what a later power cut could
+    /// bring to light.
+    pub(super) fn hashes(&self) -> (u64, u64) {
+        let image = self.image_hash();
         let mut hasher = DefaultHasher::new();
-        (self.image_hash(), &self.durable, &self.entry_ops).hash(&mut hasher);
+        (image, &self.durable, &self.entry_ops).hash(&mut hasher);
         for (id, inode) in &self.inodes {
-            (id, &inode.durable).hash(&mut hasher);
+            (id, inode.durable.hash64()).hash(&mut hasher);
             for op in &inode.pending {
                 op.size.hash(&mut hasher);
                 if let Change::Write { offset, bytes } = &op.change {
-                    (offset, bytes).hash(&mut hasher);
+                    (offset, hash64(bytes)).hash(&mut hasher);
                 }
             }
         }
-        hasher.finish()
+        (image, hasher.finish())
     }
 }
 
 impl Inode {
     /// The same file on the disk with other content, all of it durable.
-    pub(super) fn with_content(&self, content: Arc<Vec<u8>>) -> Inode {
+    pub(super) fn with_content(&self, content: Content) -> Inode {
         let mut charged = self.charged.clone();
         charged.resize(content.len().div_ceil(SECTOR_BYTES), false);
-        let cached = Arc::clone(&content);
+        let cached = content.clone();
         Inode {
             cached,
             durable: content,
@@ -625,7 +675,7 @@ impl Inode {
         let Some(size) = self.pending.last().map(|op| op.size) else {
             return;
         };
-        let durable = Arc::make_mut(&mut self.durable);
+        let durable = self.durable.make_mut();
         for op in self.pending.drain(..) {
             match op.change {
                 Change::Write { offset, bytes } => overlay(durable, offset, &bytes),

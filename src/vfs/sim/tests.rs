@@ -308,7 +308,76 @@ fn errors_strike_once_or_for_good_and_look_like_the_systems() {
     assert_eq!(disk.step_log()[..4], log);
     let out = |kind: FaultKind| kind.error().raw_os_error().unwrap();
     let distinct: BTreeSet<i32> = FaultKind::ALL.map(out).into();
-    assert_eq!(distinct.len(), FaultKind::ALL.len());
+    // A short transfer is no error, and looks like an interrupted one where it must be one.
+    assert_eq!(distinct.len(), FaultKind::ALL.len() - 1);
+}
+
+#[test]
+fn short_and_interrupted_transfers_go_on() {
+    for kind in [FaultKind::Short, FaultKind::Interrupted] {
+        for fault in [Fault::once(0, kind), Fault::sticky(0, kind).after_bytes(1)] {
+            let (disk, file) = disk_with(b"");
+            disk.fail(fault);
+            disk.fail(fault.reads());
+            file.write_at(b"abcdef", 0).unwrap();
+            let mut bytes = [0; 8];
+            assert_eq!(file.read_at(&mut bytes, 1).unwrap(), 5);
+            assert_eq!(&bytes, b"bcdef\0\0\0");
+            assert_eq!(content(&disk), b"abcdef");
+            assert_eq!(disk.steps(), 1, "one call is one step");
+        }
+    }
+    // Other calls are given up.
+    let (disk, file) = disk_with(b"");
+    disk.fail(Fault::sticky(0, FaultKind::Interrupted));
+    let interrupted = Some(Errno::INTR.raw_os_error());
+    assert_eq!(errno(file.sync()), interrupted);
+    assert_eq!(errno(disk.dir().sync()), interrupted);
+    // Space that ends inside a transfer still ends it.
+    let (disk, file) = disk_with(b"");
+    disk.set_free_bytes(Some(512));
+    disk.fail(Fault::once(0, FaultKind::Short).after_bytes(100));
+    let full = file.write_at(&[1; 1000], 0);
+    assert_eq!(full.unwrap_err().kind(), io::ErrorKind::StorageFull);
+    assert_eq!(content(&disk), [1; 512]);
+}
+
+#[test]
+fn reading_calls_fail_by_number_and_by_kind() {
+    let (disk, file) = disk_with(b"a");
+    let at = disk.counts().reads;
+    disk.fail(Fault::once(at + 1, FaultKind::NoMemory).reads());
+    disk.fail(Fault::sticky(at + 2, FaultKind::Io).reads().only(Op::Map));
+    file.sync().unwrap();
+    file.size().unwrap();
+    let out_of_memory = Some(Errno::NOMEM.raw_os_error());
+    assert_eq!(errno(file.read_at(&mut [0], 0)), out_of_memory);
+    file.read_at(&mut [0], 0).unwrap();
+    assert!(file.map().is_err());
+    disk.dir().list().unwrap();
+    assert!(file.map().is_err());
+    let read_kinds = Op::READS.map(|op| op.to_string());
+    assert_eq!(read_kinds, ["open", "read", "size", "map", "list"]);
+    assert!(Op::STEPS.iter().all(|op| !Op::READS.contains(op)));
+}
+
+#[test]
+fn a_seeded_disk_repeats_its_random_bytes_and_never_gives_them_twice() {
+    let draw = |disk: &SimDisk| {
+        let mut bytes = [0; 12];
+        disk.dir().fill_random(&mut bytes).unwrap();
+        bytes
+    };
+    let disk = SimDisk::seeded(7);
+    let first = draw(&disk);
+    assert_eq!(first, draw(&SimDisk::seeded(7)));
+    assert_ne!(first, draw(&SimDisk::seeded(8)));
+    assert_ne!(draw(&SimDisk::new()), draw(&SimDisk::new()));
+    assert_ne!(draw(&SimDisk::memory()), draw(&SimDisk::memory()));
+    let after = disk.after_kill();
+    assert_ne!(draw(&after), first, "the next process draws on");
+    let cut = cut(&disk, DROP);
+    assert_eq!(draw(&cut), draw(&disk), "so does the one after a power cut");
 }
 
 #[test]
