@@ -1,6 +1,7 @@
 //! Random calls, clock steps, kills and reopens against an independent oracle.
 //!
-//! `IDEMLOG_SEED` repeats one case, `IDEMLOG_CASES` says how many are run.
+//! `IDEMLOG_SEED` repeats one case, `IDEMLOG_CASES` says how many are run; of many it tells after
+//! each `CASES_TOLD` how far it is.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,6 +25,8 @@ const DAY_MS: u64 = 86_400_000;
 const LEVELS: [Durability; 3] = [Durability::Buffered, Durability::Process, Durability::Power];
 /// The scratch key fails until this much later: what is left of it tells trusted time.
 const FAR_MS: u64 = 10 * 365 * DAY_MS;
+/// After so many cases progress is told.
+const CASES_TOLD: u64 = 10_000;
 const FILTER: usize = 0;
 const SCRATCH: usize = 1;
 
@@ -67,6 +70,11 @@ fn random_calls_agree_with_the_oracle() {
         for (name, count) in case.counts {
             *totals.entry(name).or_insert(0) += count;
         }
+        let done = seed + 1;
+        if done.is_multiple_of(CASES_TOLD) && done < cases {
+            let calls: u64 = totals.values().sum();
+            println!("model: cases={done} of={cases} counted={calls}");
+        }
     }
     println!("model: cases={cases} counts={totals:?}");
     for (text, (count, seed)) in &failures {
@@ -93,6 +101,8 @@ struct Case {
     segment_bytes: u32,
     level: Durability,
     slack_used_ms: u64,
+    /// Trusted time never goes back behind this, whatever crash comes.
+    time_floor_ms: u64,
     filler: u32,
     /// Epochs that were held once: tickets of the past.
     past: Vec<(usize, Vec<u8>, Stamp)>,
@@ -154,6 +164,7 @@ impl Case {
             segment_bytes,
             level,
             slack_used_ms: 0,
+            time_floor_ms: START_MS,
             filler: 0,
             past: Vec::new(),
             detached: BTreeSet::new(),
@@ -262,7 +273,12 @@ impl Case {
     fn after_clock(&mut self, boot_passed: u64) {
         let at_least = self.oracle.trusted_ms + boot_passed;
         let left = SLACK_MS - self.slack_used_ms;
-        self.slack_used_ms += self.read_time(at_least, left);
+        let pushed = self.read_time(at_least, left);
+        self.slack_used_ms += pushed;
+        if pushed > 0 {
+            // A push is durable before it counts.
+            self.time_floor_ms = self.oracle.trusted_ms;
+        }
     }
 
     fn step(&mut self) {
@@ -343,6 +359,10 @@ impl Case {
         assert_eq!(actual.is_new(), expected);
         if level >= Durability::Process {
             self.oracle.pin(FILTER, &key);
+        }
+        if expected && level == Durability::Power {
+            // The flush came with a mark, which says what time it is.
+            self.time_floor_ms = self.oracle.trusted_ms;
         }
         self.check_key(FILTER, &key);
     }
@@ -867,13 +887,20 @@ impl Case {
         let left = SLACK_MS - self.slack_used_ms;
         if killed && reboot {
             // What passed since the last durable reading is known to the lost boot clock only.
-            self.oracle.trusted_ms = 0;
+            let before = self.oracle.trusted_ms;
             self.read_time(0, u64::MAX);
+            let now = self.oracle.trusted_ms;
+            let floor = self.time_floor_ms;
+            assert!(now >= floor, "trusted time went back by {} ms", floor - now);
+            let pushed = self.oracle.wall_ms.min(before + DAY_MS + SLACK_MS);
+            assert!(now <= before.max(pushed), "trusted time ran ahead to {now}");
+            self.time_floor_ms = now;
             return;
         }
         let pushed = self.read_time(self.oracle.trusted_ms, bound + left);
         // The jump after a reboot has a bound of its own.
         self.slack_used_ms += if reboot { 0 } else { pushed };
+        self.time_floor_ms = self.oracle.trusted_ms;
     }
 
     /// Index runs and filters are derived: an open does without them.
@@ -940,6 +967,15 @@ impl Case {
             }
         }
         *self.counts.entry("lost").or_insert(0) += lost;
+        // Every record that is there says from when it is: time is not before any of them.
+        let newest = self.oracle.newest_ms();
+        let now = self.oracle.trusted_ms;
+        assert!(
+            now >= newest,
+            "trusted time is {} ms behind a record",
+            newest - now
+        );
+        self.time_floor_ms = self.time_floor_ms.max(newest);
         self.oracle.written();
         self.check_all();
     }

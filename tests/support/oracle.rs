@@ -209,6 +209,15 @@ impl Oracle {
         true
     }
 
+    /// Returns the trusted time of the newest state that can be seen: the log has a record of it.
+    pub fn newest_ms(&self) -> u64 {
+        let seen = self
+            .keys
+            .keys()
+            .filter_map(|(space, key)| self.entry(*space, key));
+        seen.map(|entry| entry.common.at_ms).max().unwrap_or(0)
+    }
+
     /// Says whether a kill could lose a prolonged retention, which nothing shows until it ends.
     pub fn risks_hidden_loss(&self) -> bool {
         self.journal.iter().any(|(_, before)| {
