@@ -309,10 +309,10 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
         .list()
         .map_err(|e| Error::io("listing the directory failed", e))?;
     for name in names {
-        use FileName::{Lock, Manifest, Repairing, Reserve, SegmentNew, Temporary};
+        use FileName::{Lock, Manifest, Repairing, Reserve, SegmentCopy, Temporary};
         let is_orphan = match FileName::parse(&name) {
             None | Some(Lock | Manifest | Reserve | Repairing) => false,
-            Some(FileName::ManifestNew | SegmentNew(_) | Temporary { .. }) => true,
+            Some(FileName::ManifestNew | SegmentCopy(_) | Temporary { .. }) => true,
             Some(FileName::Hint(id)) => !open.contains(&id),
             Some(
                 FileName::Run { lo, hi, generation } | FileName::Filter { lo, hi, generation },

@@ -3,9 +3,9 @@
 //! Safety properties:
 //! A. Nothing is answered from bytes that the disk may not hold: what is found behind the last
 //!    proven durable position is flushed and compared with what the device holds. Where that
-//!    differs, or cannot be seen, the segment is written anew under its name. (Writing the same
-//!    bytes in place is not enough: after a failed flush ext4 takes a block that was reserved and
-//!    never written for written, so that no later flush makes it durable.)
+//!    differs, or cannot be seen, the segment is written anew, into new blocks. (Writing the same
+//!    bytes over the old ones is not enough: after a failed flush ext4 takes a block that was
+//!    reserved and never written for written, so that no later flush makes it durable.)
 //! B. Only what was never acknowledged as durable is cut: the log ends at its first invalid
 //!    frame, unless something behind proves that the place was durable; then it is damage.
 //! C. Killed at any step, the next open ends in the same state. Nothing is removed before what
@@ -13,6 +13,7 @@
 //! D. A damaged or foreign directory is never replaced by a fresh store.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, Mutex, RwLock};
 
@@ -29,7 +30,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::Manifest;
 use crate::format::names::FileName;
 use crate::format::record::{Frame, Record, footer_bytes, seed};
-use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
 use crate::format::{to_u32, to_usize};
 use crate::index::KeyHash;
 use crate::index::active::ActiveTable;
@@ -42,7 +43,7 @@ use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, next_generation};
 use crate::stats::{Counters, OpenReport};
-use crate::vfs::{Access, Dir, Lock};
+use crate::vfs::{Access, Dir, File, Lock, read_all};
 
 /// One segment read back into a table.
 #[derive(Debug)]
@@ -197,9 +198,10 @@ pub(super) fn recover(
     let hash = KeyHash::new(&manifest.hash_key, manifest.store);
     report.clean = manifest.closed_at.is_some();
     // Everything is read and judged first: an open that is refused leaves all files as they were.
-    let mut gathered = gather(dir.as_ref(), &manifest, &hash, &options, &mut report)?;
+    finish_writing_anew(dir.as_ref(), &manifest, hash.id())?;
+    let gathered = gather(dir.as_ref(), &manifest, &hash, &options, &mut report)?;
     remove_orphans(dir.as_ref(), &gathered.orphans)?;
-    settle_log(dir.as_ref(), &mut gathered, &mut report)?;
+    settle_log(dir.as_ref(), &gathered, &mut report)?;
 
     let wall_jump_ms = u64::try_from(options.wall_jump_max.as_millis()).unwrap_or(u64::MAX);
     let time = TrustedTime::resume(options.clock.as_ref(), Some(manifest.anchor), wall_jump_ms);
@@ -617,16 +619,16 @@ fn replay_unsealed(
 }
 
 /// Makes sure that the disk holds exactly the log that was found (A, B).
-fn settle_log(dir: &dyn Dir, gathered: &mut Gathered, report: &mut OpenReport) -> Result<()> {
+fn settle_log(dir: &dyn Dir, gathered: &Gathered, report: &mut OpenReport) -> Result<()> {
     let proven = gathered.proven;
-    let (active, replayed) = &mut gathered.active;
+    let (active, replayed) = &gathered.active;
     if report.clean && proven == Position::new(active.id, replayed.end) {
         // Closed cleanly: all of it was flushed, and nothing lies behind it.
         return Ok(());
     }
-    let full = gathered.frozen.iter_mut().map(|f| (&mut f.segment, f.end));
+    let full = gathered.frozen.iter().map(|f| (&f.segment, f.end));
     let empty = to_u32(SEGMENT_HEADER_BYTES);
-    let next = gathered.next.iter_mut().map(|segment| (segment, empty));
+    let next = gathered.next.iter().map(|segment| (segment, empty));
     for (segment, valid) in full.chain([(active, replayed.end)]).chain(next) {
         report.dropped_bytes += settle_segment(dir, segment, valid, proven)?;
     }
@@ -665,7 +667,7 @@ fn check_end(active: &SegmentFile, replayed: &Replayed, proven: Position) -> Res
 /// writes were cut; old bytes of a recycled file do not count.
 fn settle_segment(
     dir: &dyn Dir,
-    segment: &mut Arc<SegmentFile>,
+    segment: &SegmentFile,
     valid: u32,
     proven: Position,
 ) -> Result<u64> {
@@ -696,34 +698,71 @@ fn settle_segment(
             file.sync().map_err(failed)?;
         }
     } else {
-        *segment = write_anew(dir, segment, prefix)?;
+        write_anew(dir, segment, prefix)?;
     }
     Ok(if segment.recycled { 0 } else { junk as u64 })
 }
 
-/// Writes a segment into a new file that takes the place of the old one. Killed before the rename,
-/// the old one is as it was.
-fn write_anew(dir: &dyn Dir, segment: &SegmentFile, prefix: &[u8]) -> Result<Arc<SegmentFile>> {
-    let name = segment.name();
-    let new = FileName::SegmentNew(segment.id).to_string();
+/// Gives a segment new blocks: a copy of its prefix is made durable beside it, then it is cut to
+/// nothing and written again, and the copy goes. Killed on the way, the next open finds the copy.
+fn write_anew(dir: &dyn Dir, segment: &SegmentFile, prefix: &[u8]) -> Result<()> {
+    let copy = FileName::SegmentCopy(segment.id).to_string();
     let write = || {
-        remove_if_there(dir, &new)?;
-        let file = dir.open(&new, Access::Create)?;
-        let mut whole = prefix.to_vec();
-        whole.resize(to_usize(segment.bytes), 0);
-        file.write_at(&whole, 0)?;
+        remove_if_there(dir, &copy)?;
+        let file = dir.open(&copy, Access::Create)?;
+        file.write_at(prefix, 0)?;
         file.sync()?;
-        dir.rename(&new, &name)?;
         dir.sync()?;
-        Ok(file)
+        fill_anew(segment.file()?.as_ref(), segment.bytes, prefix)?;
+        remove_if_there(dir, &copy)
     };
-    match write() {
-        Ok(file) => Ok(Arc::new(segment.with_file(file))),
-        Err(error) => {
-            remove_if_there(dir, &new).unwrap_or_default();
-            Err(Error::io("writing a segment anew failed", error).in_file(name))
+    write().map_err(|e| Error::io("writing a segment anew failed", e).in_file(segment.name()))
+}
+
+/// Writes a whole file into new blocks.
+fn fill_anew(file: &dyn File, bytes: u32, prefix: &[u8]) -> io::Result<()> {
+    let mut whole = prefix.to_vec();
+    whole.resize(to_usize(bytes), 0);
+    file.set_len(0)?;
+    file.set_len(u64::from(bytes))?;
+    file.write_at(&whole, 0)?;
+    file.sync()
+}
+
+/// Goes on where an open was stopped that was writing a segment anew: if the copy beside it says
+/// more than the segment, the segment was cut already. A copy that is not whole says less.
+fn finish_writing_anew(dir: &dyn Dir, manifest: &Manifest, hash_key_id: u64) -> Result<()> {
+    for entry in manifest.segments.iter().filter(|s| s.sealed.is_none()) {
+        let copy = FileName::SegmentCopy(entry.id).to_string();
+        let name = FileName::Segment(entry.id).to_string();
+        let failed = |e| Error::io("finishing an interrupted open failed", e).in_file(name.clone());
+        let saved = match dir.open(&copy, Access::Read) {
+            Ok(file) => read_all(file.as_ref(), u64::from(entry.bytes)).map_err(failed)?,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            Err(error) => return Err(failed(error)),
+        };
+        let header = SegmentHeader::decode(&saved).ok();
+        let is_own = header.is_some_and(|header| {
+            header.store == manifest.store
+                && header.hash_key_id == hash_key_id
+                && (header.id, header.nonce, header.bytes) == (entry.id, entry.nonce, entry.bytes)
+        });
+        let file = dir.open(&name, Access::Write).map_err(failed)?;
+        let cut = read_all(file.as_ref(), u64::from(entry.bytes)).map_err(failed)?;
+        if is_own && says_more(&saved, &cut, entry.nonce) {
+            fill_anew(file.as_ref(), entry.bytes, &saved).map_err(failed)?;
         }
     }
+    Ok(())
+}
+
+fn says_more(one: &[u8], other: &[u8], nonce: u32) -> bool {
+    let end = |bytes: &[u8]| {
+        let mut replay = Replay::new(bytes, nonce);
+        replay.by_ref().for_each(drop);
+        replay.end()
+    };
+    SegmentHeader::decode(other).is_err() || end(one) > end(other)
 }
 
 #[cfg(test)]

@@ -17,8 +17,8 @@ pub(crate) enum FileName {
     Repairing,
     /// A log segment.
     Segment(u64),
-    /// A segment that is written anew, before its rename.
-    SegmentNew(u64),
+    /// A copy of a segment that an open is writing anew.
+    SegmentCopy(u64),
     /// An index run over the segments `lo..=hi`.
     Run { lo: u64, hi: u64, generation: u32 },
     /// The filter of a run.
@@ -43,7 +43,7 @@ impl fmt::Display for FileName {
             FileName::Reserve => f.write_str("RESERVE"),
             FileName::Repairing => f.write_str("REPAIRING"),
             FileName::Segment(id) => write!(f, "seg-{id:012}.log"),
-            FileName::SegmentNew(id) => write!(f, "seg-{id:012}.log.tmp"),
+            FileName::SegmentCopy(id) => write!(f, "seg-{id:012}.copy"),
             FileName::Run { lo, hi, generation } => {
                 write!(f, "run-{lo:012}-{hi:012}-{generation}.idx")
             }
@@ -86,7 +86,7 @@ fn parse_numbered(name: &str) -> Option<FileName> {
         let id = id.parse().ok()?;
         return match ending {
             "log" => Some(FileName::Segment(id)),
-            "log.tmp" => Some(FileName::SegmentNew(id)),
+            "copy" => Some(FileName::SegmentCopy(id)),
             _ => None,
         };
     }
@@ -131,7 +131,7 @@ mod tests {
             FileName::Repairing,
             FileName::Segment(7),
             FileName::Segment(u64::MAX),
-            FileName::SegmentNew(7),
+            FileName::SegmentCopy(7),
             FileName::Run {
                 lo: 1,
                 hi: 9,

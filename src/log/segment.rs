@@ -61,18 +61,6 @@ impl SegmentFile {
         self.file.as_ref().ok_or_else(closed)
     }
 
-    /// Returns the same segment, not mapped yet, in another file.
-    pub(crate) fn with_file(&self, file: Arc<dyn File>) -> SegmentFile {
-        SegmentFile {
-            id: self.id,
-            nonce: self.nonce,
-            bytes: self.bytes,
-            file: Some(file),
-            recycled: self.recycled,
-            map: OnceLock::new(),
-        }
-    }
-
     /// Returns the same segment with a map of its own and without an open file.
     pub(crate) fn sealed(&self, dir: &dyn Dir) -> io::Result<SegmentFile> {
         let map = dir.open(&self.name(), Access::Read)?.map()?;

@@ -102,7 +102,8 @@ impl Writer {
     }
 
     /// Gives up everything that was not written out, and overwrites with zeros what a failed
-    /// write may have left of it.
+    /// write may have left of it: durably, because whole records may be among that, and the system
+    /// may have written them to the device before the zeros came.
     ///
     /// # Errors
     /// What the system says: junk may be left in the file, nothing may be appended any more.
@@ -111,15 +112,15 @@ impl Writer {
         self.image.clear();
         let at = u64::from(self.written);
         let file = self.segment.file()?;
-        let Err(error) = file.write_at(&zeros, at) else {
-            return Ok(());
-        };
-        // On a full disk zeros do not fit into a hole either, but then nothing else did.
-        let got = file.read_at(&mut zeros, at)?;
-        let clean = zeros
-            .get(..got)
-            .is_some_and(|read| read.iter().all(|b| *b == 0));
-        if clean { Ok(()) } else { Err(error) }
+        if let Err(error) = file.write_at(&zeros, at) {
+            // On a full disk zeros do not fit into a hole either, but then nothing else did.
+            let got = file.read_at(&mut zeros, at)?;
+            let read = zeros.get(..got).unwrap_or_default();
+            if read.iter().any(|b| *b != 0) {
+                return Err(error);
+            }
+        }
+        file.sync()
     }
 
     /// Reads a record of the active segment that is still in memory; `None` if it is in the file.

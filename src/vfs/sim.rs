@@ -478,12 +478,7 @@ impl File for SimFile {
     }
 
     fn holds(&self, bytes: &[u8], offset: u64) -> io::Result<Option<bool>> {
-        let mut state = self.disk.state();
-        state.alive()?;
-        let at = usize::try_from(offset).unwrap_or(usize::MAX);
-        let held = state.on_device(self.id)?;
-        let part = held.get(at..).and_then(|held| held.get(..bytes.len()));
-        Ok(Some(part == Some(bytes)))
+        self.disk.state().holds(self.id, bytes, offset).map(Some)
     }
 
     fn size(&self) -> io::Result<u64> {

@@ -212,11 +212,13 @@ fn a_killed_run_takes_its_command_along_and_is_in_doubt_after_the_lease() {
 fn a_running_command_keeps_its_claim_beyond_the_lease() {
     let place = Place::new();
     let words = "--key k --effects repeatable --lease 200ms";
-    let script = "touch begun; sleep 0.7; echo once >> ledger; echo done";
+    let script =
+        "touch begun; while ! test -e go; do sleep 0.05; done; echo once >> ledger; echo done";
     let child = place.spawn_once(words, script);
     place.wait_for_file("begun");
     std::thread::sleep(Duration::from_millis(450));
     place.run_once(words, script).refuses(RUN + 3, &["busy"]);
+    std::fs::write(place.path("go"), "").unwrap();
     done(child.wait_with_output().unwrap()).is(0, "done\n");
     place.run_once(words, script).is(0, "done\n");
     assert_eq!(place.ledger(), ["once"]);

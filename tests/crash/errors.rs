@@ -15,8 +15,9 @@ use crate::support::crew::{
 /// Trials of one sweep at scale 1.
 const TRIALS: usize = 250;
 
-const SYNC_FAILURES: [SyncFailure; 3] = [
+const SYNC_FAILURES: [SyncFailure; 4] = [
     SyncFailure::MarkClean,
+    SyncFailure::StuckSectors,
     SyncFailure::DropPages,
     SyncFailure::KeepDirty,
 ];

@@ -81,6 +81,7 @@ fn a_refused_key_is_new_again() {
 fn a_failed_flush_poisons_and_a_restart_trusts_no_cache() {
     for sync in [
         SyncFailure::MarkClean,
+        SyncFailure::StuckSectors,
         SyncFailure::DropPages,
         SyncFailure::KeepDirty,
     ] {
@@ -221,5 +222,27 @@ fn what_recovery_cuts_does_not_come_back_when_the_log_grows_up_to_it() {
         let next = killed.after_kill();
         drop((log, filter));
         killed = next;
+    }
+}
+
+/// P3: a failed write may leave whole records behind, and the system may write them to the device
+/// before they are overwritten with zeros: what was told as "not applied" came back after a power
+/// cut.
+#[test]
+fn what_was_taken_back_does_not_come_back_after_a_power_cut() {
+    let level = Durability::Power;
+    for after_bytes in [24, 28, 32, 40, 55] {
+        let disk = created(level);
+        let mut crew = reopen(&disk, promised(level));
+        crew.observe(KEY, None, level).unwrap();
+        let fault = Fault::sticky(disk.steps(), FaultKind::NoSpace).after_bytes(after_bytes);
+        disk.fail(fault.only(idemlog::testing::sim::Op::Write));
+        let error = crew.filter.forget(KEY).unwrap_err();
+        assert_eq!(error.applied(), Applied::No, "{error}");
+        disk.clear_faults();
+        for seed in 0..40 {
+            let cut = disk.after_power_cut(&mut PowerCut::seeded(seed));
+            check(&cut, copy(&crew.p), false, false);
+        }
     }
 }

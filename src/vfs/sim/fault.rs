@@ -129,7 +129,7 @@ impl FaultKind {
     }
 }
 
-/// What a failed `File::sync` does to the unsynced state of the file. All three exist in the
+/// What a failed `File::sync` does to the unsynced state of the file. All of them exist in the
 /// wild; see "Can Applications Recover from fsync Failures?" (Rebello et al., 2020).
 ///
 /// A failed `Dir::sync` treats `DropPages` like `MarkClean`: no system takes names back.
@@ -139,6 +139,10 @@ pub enum SyncFailure {
     /// sync says "ok" without writing them. What ext4 and XFS do, and the worst of the three.
     #[default]
     MarkClean,
+    /// As `MarkClean`; and a sector that was to be written for the first time counts as written:
+    /// it stays empty on the disk, whatever is written to it and synced later, until the cache
+    /// has forgotten it. What ext4 does to reserved space.
+    StuckSectors,
     /// The pages are dropped: reads show the durable content again. What btrfs does.
     DropPages,
     /// The pages stay unsynced: a later sync writes them.

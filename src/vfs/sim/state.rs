@@ -77,6 +77,8 @@ pub(super) struct Inode {
     pub(super) pending: Vec<FileOp>,
     /// Which sectors have space on the disk.
     charged: Vec<bool>,
+    /// Sectors that count as written and are not, see [`SyncFailure::StuckSectors`].
+    stuck: BTreeSet<usize>,
     open_count: usize,
 }
 
@@ -272,15 +274,25 @@ impl State {
         Ok(fault.map_or(Gate::Go, |fault| Gate::of(&fault, op, bytes)))
     }
 
-    /// Returns what the device holds of a file; without history that is what reads see.
-    pub(super) fn on_device(&mut self, id: FileId) -> io::Result<&[u8]> {
+    /// Says whether the device holds these bytes, and forgets the cached copy if it does. Without
+    /// history there is nothing but the cache.
+    pub(super) fn holds(&mut self, id: FileId, bytes: &[u8], offset: u64) -> io::Result<bool> {
+        self.alive()?;
         let history = self.history;
+        let at = usize::try_from(offset).unwrap_or(usize::MAX);
         let inode = self.inode(id)?;
-        Ok(if history {
+        let content = if history {
             &inode.durable
         } else {
             &inode.cached
-        })
+        };
+        let part = content.get(at..).and_then(|rest| rest.get(..bytes.len()));
+        let holds = part == Some(bytes);
+        if holds && history && inode.pending.is_empty() {
+            inode.cached = inode.durable.clone();
+            inode.stuck.clear();
+        }
+        Ok(holds)
     }
 
     pub(super) fn inode(&mut self, id: FileId) -> io::Result<&mut Inode> {
@@ -493,6 +505,7 @@ impl State {
                 size: bytes,
             });
         }
+        inode.stuck.retain(|sector| *sector < bytes / SECTOR_BYTES);
         let released = inode.release_from(bytes.div_ceil(SECTOR_BYTES));
         self.credit(released);
         Ok(())
@@ -509,6 +522,7 @@ impl State {
             Gate::Fail { error, sync, .. } => {
                 match sync {
                     SyncFailure::MarkClean => inode.pending.clear(),
+                    SyncFailure::StuckSectors => inode.get_stuck(),
                     SyncFailure::DropPages => {
                         inode.pending.clear();
                         inode.cached = inode.durable.clone();
@@ -684,6 +698,31 @@ impl Inode {
             }
         }
         durable.resize(size, 0);
+        for sector in &self.stuck {
+            let start = sector * SECTOR_BYTES;
+            let end = (start + SECTOR_BYTES).min(durable.len());
+            if let Some(bytes) = durable.get_mut(start..end) {
+                bytes.fill(0);
+            }
+        }
+    }
+
+    /// Loses what is unsynced; where nothing was on the disk before, later writes are lost too.
+    fn get_stuck(&mut self) {
+        for op in self.pending.drain(..) {
+            let Change::Write { offset, bytes } = op.change else {
+                continue;
+            };
+            for sector in offset / SECTOR_BYTES..(offset + bytes.len()).div_ceil(SECTOR_BYTES) {
+                let rest = self
+                    .durable
+                    .get(sector * SECTOR_BYTES..)
+                    .unwrap_or_default();
+                if rest.iter().take(SECTOR_BYTES).all(|byte| *byte == 0) {
+                    self.stuck.insert(sector);
+                }
+            }
+        }
     }
 
     fn charged_sectors(&self) -> usize {
