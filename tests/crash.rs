@@ -16,6 +16,7 @@ mod upkeep;
 
 use std::cell::RefCell;
 use std::collections::HashSet;
+use std::rc::Rc;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
@@ -139,9 +140,9 @@ fn crash_with(
     start: &Promised,
     script: &Script<'_>,
 ) -> CrashTotals {
-    let ended: RefCell<Option<Promised>> = RefCell::new(None);
+    let ended = RefCell::new(None);
     let scenario = |disk: &SimDisk| {
-        *ended.borrow_mut() = Some(play(disk, copy(start), script).0);
+        *ended.borrow_mut() = Some(Rc::new(play(disk, copy(start), script).0));
     };
     let mut explorer = Explorer::default();
     explorer.explore(options, scenario, &ended);
@@ -167,13 +168,14 @@ impl Explorer {
         &mut self,
         options: &CrashOptions,
         scenario: impl Fn(&SimDisk),
-        ended: &RefCell<Option<Promised>>,
+        ended: &RefCell<Option<Rc<Promised>>>,
     ) {
         let mut count = 0u64;
+        let doubly_every = if options.images_min > 0 { 6 } else { 3 };
         self.judge_all(
             options,
             scenario,
-            || std::rc::Rc::new(copy(ended.borrow().as_ref().unwrap())),
+            || ended.borrow().clone().unwrap(),
             |disk, promised| {
                 let promised = copy(promised);
                 promised.clock.reboot();
@@ -183,7 +185,8 @@ impl Explorer {
             },
             |disk, promised, killed| {
                 count += 1;
-                check(disk, copy(promised), killed, count.is_multiple_of(3));
+                let doubly = count.is_multiple_of(doubly_every);
+                check(disk, copy(promised), killed, doubly);
             },
         );
     }
@@ -215,6 +218,7 @@ impl Explorer {
                     &mut rng,
                 );
             }
+            self.totals.checked += 1;
             judge(&state.disk, &told, is_kill(state.kind));
         });
         self.add(totals, options.first_step);
@@ -247,6 +251,7 @@ impl Explorer {
                         seen += 1;
                         let left = (state.disk.after_kill(), told.clone());
                         keep(&mut deeper, left, seen, &mut rng);
+                        self.totals.checked += 1;
                         judge(&state.disk, &told, false);
                     },
                 );
@@ -259,7 +264,6 @@ impl Explorer {
     fn add(&mut self, totals: CrashTotals, first_step: u64) {
         self.totals.steps += totals.steps - first_step;
         self.totals.states += totals.states;
-        self.totals.checked += totals.checked;
     }
 
     fn tell(mut self, name: &str, level: Durability) -> CrashTotals {

@@ -4,6 +4,7 @@
 //! `IDEMLOG_LENGTH` says how long the sequences are.
 
 use std::cell::RefCell;
+use std::rc::Rc;
 use std::time::Duration;
 
 use idemlog::testing::sim::{CrashOptions, SimDisk};
@@ -145,7 +146,7 @@ fn crash_all(name: &str, level: Durability, space: usize) {
         };
         let scenario = |disk: &SimDisk| {
             let (played, _) = play(disk, level, calls, space).unwrap();
-            *ended.borrow_mut() = Some(played.0);
+            *ended.borrow_mut() = Some(Rc::new(played.0));
         };
         let _said = Said(format!("{name}: {calls:?}"));
         explorer.explore(&options, scenario, &ended);

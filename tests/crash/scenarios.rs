@@ -249,6 +249,7 @@ impl Explorer {
         let mut deeper = Vec::new();
         let totals = for_each_crash_point(&options, scenario, |state| {
             self.images.insert(state.image);
+            self.totals.checked += 1;
             check(&state.disk.after_kill(), copy(promised), false, false);
             if rng.below(12) == 0 {
                 deeper.push(state.disk);

@@ -26,7 +26,8 @@ pub struct CrashOptions {
     /// Deaths inside each write, at random places (default 2).
     pub inside_count: u32,
     /// Random outcomes are added, evenly over all steps, until there are this many distinct
-    /// images or hardly any new ones turn up (default 0).
+    /// images or hardly any new ones turn up (default 0). Of those that are added only new images
+    /// are checked.
     pub images_min: u64,
 }
 
@@ -195,12 +196,19 @@ struct Visitor<C> {
 }
 
 impl<C: FnMut(CrashState)> Visitor<C> {
-    /// Returns whether the image is new.
-    fn visit(&mut self, step: u64, killed: &SimDisk, kind: CrashKind, disk: SimDisk) -> bool {
+    /// Returns whether the image is new. An image that is not is checked all the same, if it is
+    /// new `at_step`.
+    fn visit(
+        &mut self,
+        (step, killed): (u64, &SimDisk),
+        kind: CrashKind,
+        disk: SimDisk,
+        at_step: bool,
+    ) -> bool {
         let (image, whole) = disk.state().hashes();
         self.totals.states += 1;
         let is_new = self.images.insert(image);
-        if self.seen.insert((step, whole)) {
+        if self.seen.insert((step, whole)) && (is_new || at_step) {
             self.totals.checked += 1;
             let state = CrashState {
                 step,
@@ -254,7 +262,7 @@ impl CrashOptions {
         killed: &SimDisk,
         visitor: &mut Visitor<C>,
     ) {
-        let mut visit = |kind, disk| visitor.visit(step, killed, kind, disk);
+        let mut visit = |kind, disk| visitor.visit((step, killed), kind, disk, true);
         visit(CrashKind::Kill, killed.after_kill());
         let cut = |mut cut| killed.after_power_cut(&mut cut);
         visit(CrashKind::DropAll, cut(PowerCut::drop_all()));
@@ -315,7 +323,7 @@ impl CrashOptions {
                     (CrashKind::Seeded { seed }, disk)
                 }
             };
-            if visitor.visit(step, &killed, kind, disk) {
+            if visitor.visit((step, &killed), kind, disk, false) {
                 found += 1;
                 misses = 0;
             } else {
