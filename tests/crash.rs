@@ -140,6 +140,9 @@ fn crash_with(
     start: &Promised,
     script: &Script<'_>,
 ) -> CrashTotals {
+    // A script that ends early would crash nowhere in its rest.
+    let whole = options.base.after_kill();
+    play(&whole, copy(start), script).1.unwrap();
     let ended = RefCell::new(None);
     let scenario = |disk: &SimDisk| {
         *ended.borrow_mut() = Some(Rc::new(play(disk, copy(start), script).0));

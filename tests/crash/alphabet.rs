@@ -121,7 +121,8 @@ fn sequences(
         let mut longer = Vec::new();
         for (before, call) in shorter.iter().flat_map(|b| CALLS.map(|call| (b, call))) {
             let calls = [before.as_slice(), &[call]].concat();
-            if let Some((_, began)) = play(&base.after_kill(), level, &calls, space) {
+            if let Some((ended, began)) = play(&base.after_kill(), level, &calls, space) {
+                ended.1.unwrap();
                 all.push((calls.clone(), began));
                 longer.push(calls);
             }

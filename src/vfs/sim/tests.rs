@@ -343,6 +343,16 @@ fn short_and_interrupted_transfers_go_on() {
 }
 
 #[test]
+fn a_file_over_the_limit_is_refused_before_a_byte_of_it_is_read() {
+    let (disk, file) = disk_with(&[7; 100]);
+    assert_eq!(crate::vfs::read_all(&*file, 100).unwrap(), [7; 100]);
+    let before = disk.counts();
+    let refused = crate::vfs::read_all(&*file, 99).unwrap_err();
+    assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
+    assert_eq!(disk.counts().read_bytes, before.read_bytes);
+}
+
+#[test]
 fn reading_calls_fail_by_number_and_by_kind() {
     let (disk, file) = disk_with(b"a");
     let at = disk.counts().reads;
