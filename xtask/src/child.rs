@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use crate::context::Fallible;
 use crate::rig::guard;
 use crate::store::check::Judge;
+use crate::store::limits;
 use crate::store::notes::Notes;
 use crate::store::work::{self, Plan};
 
@@ -20,6 +21,8 @@ pub(crate) fn run(words: &[&str]) -> Option<ExitCode> {
     let done = match words {
         [guard::WORD, dir] => return Some(guard::main(dir)),
         ["work", dir, notes, plan @ ..] => work(Path::new(dir), Path::new(notes), plan),
+        ["fill", dir, notes, ballast] => fill(Path::new(dir), Path::new(notes), ballast),
+        ["many", dir, count] => many(Path::new(dir), count),
         ["check", dir, notes] => judge(Path::new(dir), Path::new(notes)),
         ["look", dir, notes] => look(Path::new(dir), Path::new(notes)),
         _ => return None,
@@ -89,6 +92,16 @@ fn work(dir: &Path, notes: &Path, words: &[&str]) -> Fallible<ExitCode> {
     let plan = parse_plan(words)?;
     let notes = Notes::open(notes, plan.part * CALLS_MAX)?;
     work::run(dir, &notes, &plan)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn fill(dir: &Path, notes: &Path, ballast: &str) -> Fallible<ExitCode> {
+    limits::fill(dir, &Notes::open(notes, 0)?, Path::new(ballast))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn many(dir: &Path, count: &str) -> Fallible<ExitCode> {
+    limits::many(dir, count.parse()?)?;
     Ok(ExitCode::SUCCESS)
 }
 

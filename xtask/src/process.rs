@@ -47,8 +47,13 @@ impl Ended {
 
 /// Runs a child to its end, or kills it and all it has started when the time is over.
 pub(crate) fn run(command: &mut Command, time_max: Duration) -> Fallible<Ended> {
+    run_with(command, Stdio::null(), time_max)
+}
+
+/// As [`run`], with something to read.
+pub(crate) fn run_with(command: &mut Command, stdin: Stdio, time_max: Duration) -> Fallible<Ended> {
     command
-        .stdin(Stdio::null())
+        .stdin(stdin)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .process_group(0);

@@ -1,5 +1,6 @@
 //! Layers that are tests of the main package, run in release with their sizes turned up.
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -50,6 +51,26 @@ pub(crate) fn example(context: &Context, name: &str, words: &[&str]) -> Fallible
     let mut counts = Counts::default();
     counts.check(ended.is_success());
     Ok((counts, tail(&ended)))
+}
+
+/// Builds a program in release and says where it is.
+pub(crate) fn build(context: &Context, manifest: &Path, words: &[&str]) -> Fallible<PathBuf> {
+    let mut command = command(context);
+    command.args([
+        "build",
+        "--release",
+        "--message-format",
+        "json",
+        "--manifest-path",
+    ]);
+    command.arg(manifest).args(words);
+    let ended = process::run(&mut command, TIME_MAX)?;
+    let mut found = ended.stdout.lines().filter_map(|line| {
+        let message: serde_json::Value = serde_json::from_str(line).ok()?;
+        message.get("executable")?.as_str().map(PathBuf::from)
+    });
+    let found = found.next_back().filter(|_| ended.is_success());
+    found.ok_or_else(|| format!("it does not build: {}", ended.last_line()).into())
 }
 
 fn command(context: &Context) -> Command {

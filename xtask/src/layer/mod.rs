@@ -7,8 +7,10 @@ mod fsyncfail;
 mod kill;
 mod model;
 mod peers;
+mod res;
 mod rot;
 mod sim;
+mod syscalls;
 
 use crate::context::{Context, Fallible, Outcome};
 
@@ -69,5 +71,17 @@ pub(crate) const LAYERS: &[Layer] = &[
         question: "what do other stores do on the same rigs? a Markdown table",
         in_all: false,
         run: peers::run,
+    },
+    Layer {
+        name: "syscalls",
+        question: "the k-th call of the system fails or kills: does a real program lose nothing?",
+        in_all: true,
+        run: syscalls::run,
+    },
+    Layer {
+        name: "res",
+        question: "full disks, small limits, little memory: a typed error and nothing lost?",
+        in_all: true,
+        run: res::run,
     },
 ];

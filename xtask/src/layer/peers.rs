@@ -5,11 +5,10 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
-use super::block;
+use super::{block, cargo};
 use crate::context::{Context, Counts, Fallible, Outcome};
-use crate::process::{self, How, must};
+use crate::process::{How, must};
 use crate::rig::device::Device;
 use crate::rig::file_systems;
 use crate::rig::guard::Guard;
@@ -31,7 +30,8 @@ const WORK_KEYS: u64 = 300;
 const SECTOR_BYTES: usize = 512;
 
 pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
-    let program = build(context)?;
+    let manifest = context.root.join("xtask/peers/Cargo.toml");
+    let program = cargo::build(context, &manifest, &[])?;
     let kinds = file_systems(context, "peers");
     let mut rows = Vec::new();
     for (engine, setting) in ENGINES {
@@ -65,27 +65,6 @@ pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
         counts,
         format!("seed {}: see the rows of {OURS}", context.seed),
     ))
-}
-
-fn build(context: &Context) -> Fallible<PathBuf> {
-    const TIME_MAX: Duration = Duration::from_secs(3600);
-    let manifest = context.root.join("xtask/peers/Cargo.toml");
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
-    command
-        .args(["build", "--release", "--manifest-path"])
-        .arg(&manifest);
-    command.args(["--message-format", "json"]);
-    let ended = process::run(&mut command, TIME_MAX)?;
-    let messages = ended.stdout.lines().filter_map(|line| {
-        let message: serde_json::Value = serde_json::from_str(line).ok()?;
-        message.get("executable")?.as_str().map(PathBuf::from)
-    });
-    let found = messages
-        .collect::<Vec<_>>()
-        .pop()
-        .filter(|_| ended.is_success());
-    found.ok_or_else(|| format!("xtask/peers does not build: {}", ended.last_line()).into())
 }
 
 #[derive(Default)]

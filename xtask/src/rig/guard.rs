@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, getppid, kill_process};
 
 use crate::context::Fallible;
 
@@ -64,6 +64,7 @@ impl Drop for Guard {
 
 /// What the child does.
 pub(crate) fn main(dir: &str) -> ExitCode {
+    let parent = getppid();
     let mut nothing = Vec::new();
     std::io::stdin()
         .read_to_end(&mut nothing)
@@ -83,6 +84,10 @@ pub(crate) fn main(dir: &str) -> ExitCode {
         }
         if mounts_below(dir).is_empty() && loops_below(dir).is_empty() {
             let removed = std::fs::remove_dir_all(dir);
+            if getppid() != parent {
+                // The run was killed: its scratch directory, empty by now, is left to us.
+                drop(dir.parent().map(std::fs::remove_dir));
+            }
             return if removed.is_ok() || !dir.exists() {
                 ExitCode::SUCCESS
             } else {

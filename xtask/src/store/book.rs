@@ -221,6 +221,10 @@ impl Book {
         }
         if text == "opening" {
             self.poisoned = false;
+            // What the process before had only in memory died with it.
+            for loose in self.loose.values_mut() {
+                loose.answered = loose.durable;
+            }
         }
         self.poisoned |= text == "poisoned true";
         self.facts.push(text.to_owned());

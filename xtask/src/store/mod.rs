@@ -2,6 +2,7 @@
 
 pub(crate) mod book;
 pub(crate) mod check;
+pub(crate) mod limits;
 pub(crate) mod notes;
 pub(crate) mod work;
 
