@@ -7,7 +7,8 @@ use crate::context::{Fallible, Mode, repository_root};
 use crate::layer::{LAYERS, Layer};
 
 const USAGE: &str = "usage: cargo xtask rel LAYER..|all [--ci|--full] [--seed S] [--hours H] \
-                     [--count N] [--fs NAME] [--sanity] [--record] [--ledger FILE] | rel list | rel totals";
+                     [--count N] [--fs NAME] [--sanity] [--record] [--ledger FILE] \
+                     | rel list | rel totals";
 
 pub(crate) enum Request {
     List,

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use super::{block, cargo};
 use crate::context::{Context, Counts, Fallible, Outcome};
-use crate::process::{How, must};
+use crate::process::{Ended, How, must};
 use crate::rig::device::Device;
 use crate::rig::file_systems;
 use crate::rig::guard::Guard;
@@ -61,6 +61,9 @@ pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
         }
     }
     println!();
+    for row in rows.iter().filter(|row| !row.says.is_empty()) {
+        println!("{}, {}: {}", row.engine, row.rig, row.says);
+    }
     Ok(Outcome::judge(
         counts,
         format!("seed {}: see the rows of {OURS}", context.seed),
@@ -81,6 +84,8 @@ struct Row {
     hung: u64,
     /// Trials in which some keys got an error and no key a wrong answer.
     partly: u64,
+    /// What the first refusal or panic said.
+    says: String,
 }
 
 impl Row {
@@ -105,7 +110,11 @@ impl Row {
     }
 
     /// Counts one check by how it ended and what it printed.
-    fn count(&mut self, how: How, stdout: &str) {
+    fn count(&mut self, checked: &Ended) {
+        let (how, stdout) = (checked.how, checked.stdout.as_str());
+        if matches!(how, How::Code(3 | 101) | How::Signal(_)) && self.says.is_empty() {
+            self.says = checked.stderr.lines().take(2).collect::<Vec<_>>().join(" ");
+        }
         let result = stdout.lines().find_map(|line| line.strip_prefix("RESULT "));
         let number = |name: &str| -> u64 {
             let mut pairs = result.unwrap_or_default().split_whitespace();
@@ -224,7 +233,7 @@ fn refused_write(
     if gone && checked.is_success() {
         row.lost += 1;
     } else {
-        row.count(checked.how, &checked.stdout);
+        row.count(&checked);
     }
     mounted.end()?;
     device.end()?;
@@ -237,17 +246,12 @@ enum Rot {
     Sector,
 }
 
-/// Changes one place of a closed store, where it is not empty.
-fn rot(context: &Context, peer: &Peer, rot: Rot) -> Fallible<Row> {
-    let (name, trials) = match rot {
-        Rot::Bit => ("one bit flipped", context.count(20, 150)),
-        Rot::Sector => ("one sector zeroed", context.count(10, 40)),
-    };
-    let guard = Guard::new(context.scratch())?;
-    let (whole, copy) = (guard.dir().join("whole"), guard.dir().join("copy"));
-    let mut fill = peer.command("fill", &whole);
+/// Makes a closed store and notes for its check. A rig that sees faults where there are none
+/// would be no judge: so an unharmed copy is checked first.
+fn fill(guard: &Guard, peer: &Peer, whole: &Path, copy: &Path) -> Fallible<PathBuf> {
+    let mut fill = peer.command("fill", whole);
     fill.arg(ROT_KEYS.to_string());
-    let filled = subject::run(&guard, fill)?;
+    let filled = subject::run(guard, fill)?;
     if !filled.is_success() {
         return Err(format!(
             "{} could not be filled: {}",
@@ -259,6 +263,29 @@ fn rot(context: &Context, peer: &Peer, rot: Rot) -> Fallible<Row> {
     let notes = guard.dir().join("notes");
     let lines = (0..ROT_KEYS).map(|number| format!("ASK {number}\nACK {number}\n"));
     std::fs::write(&notes, lines.collect::<String>())?;
+    must("cp", &["-r", "--sparse=always", text(whole)?, text(copy)?])?;
+    let mut control = peer.command("check", copy);
+    control.arg(&notes).arg("read");
+    let control = subject::run(guard, control)?;
+    if !control.is_success() {
+        return Err(format!(
+            "{} is wrong without a fault: {:?}",
+            peer.engine, control.how
+        )
+        .into());
+    }
+    Ok(notes)
+}
+
+/// Changes one place of a closed store, where it is not empty.
+fn rot(context: &Context, peer: &Peer, rot: Rot) -> Fallible<Row> {
+    let (name, trials) = match rot {
+        Rot::Bit => ("one bit flipped", context.count(20, 150)),
+        Rot::Sector => ("one sector zeroed", context.count(10, 40)),
+    };
+    let guard = Guard::new(context.scratch())?;
+    let (whole, copy) = (guard.dir().join("whole"), guard.dir().join("copy"));
+    let notes = fill(&guard, peer, &whole, &copy)?;
     let sectors = sectors_of(&whole)?;
     let mut random = Random::new(context.seed ^ trials);
     let mut row = Row {
@@ -296,7 +323,7 @@ fn rot(context: &Context, peer: &Peer, rot: Rot) -> Fallible<Row> {
         let mut check = peer.command("check", &copy);
         check.arg(&notes).arg("read");
         let checked = subject::run(&guard, check)?;
-        row.count(checked.how, &checked.stdout);
+        row.count(&checked);
     }
     Ok(row)
 }

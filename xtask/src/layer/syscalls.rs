@@ -57,15 +57,18 @@ impl Program {
         Program::Run,
     ];
 
-    /// The code with which it says that the store failed.
-    fn failed(self) -> i32 {
+    /// Says whether this is a code for a failure of the store.
+    fn fails_with(self, code: i32) -> bool {
         match self {
-            Program::Work => i32::from(REFUSED),
-            Program::FilterEmit | Program::FilterMark => 1,
-            Program::Run => 91,
+            Program::Work => code == i32::from(REFUSED),
+            Program::FilterEmit | Program::FilterMark => code == 1,
+            Program::Run => (91..=99).contains(&code),
         }
     }
 }
+
+/// `run` answers this while the lease of a claim lasts whose owner may be alive.
+const BUSY: How = How::Code(93);
 
 #[derive(Clone, Copy, Debug)]
 enum Way {
@@ -127,6 +130,8 @@ pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
             0 => Way::Once(error),
             // No system interrupts for ever; to try again for ever is right.
             1 if error == "EINTR" => Way::Once(error),
+            // `run` tries for as long as its lease lasts, which is longer than a trial.
+            1 if profile.program == Program::Run => Way::Once(error),
             1 => Way::Sticky(error),
             _ => Way::Kill,
         };
@@ -316,6 +321,9 @@ impl Bench {
         let mut again = Command::new(first);
         again.args(rest);
         let again = self.execute(again)?;
+        if program == Program::Run && again.how == BUSY && !ended.is_success() {
+            return Ok(None);
+        }
         if !again.is_success() {
             return Ok(Some(format!(
                 "run again: {:?} {}",
@@ -346,18 +354,21 @@ impl Bench {
     }
 }
 
-/// A program that cannot go on says so in one line and with its code.
+/// A program that cannot go on says so, in a line of its own, and with its code. A filter also
+/// says how far it came.
 fn manners(program: Program, ended: &Ended, is_kill: bool) -> Option<String> {
     let said: Vec<&str> = ended
         .stderr
         .lines()
         .filter(|line| !line.trim().is_empty())
         .collect();
+    let lines_max = if program == Program::Work { 1 } else { 2 };
+    let ours = |line: &&str| program == Program::Work || line.starts_with("idemlog: ");
+    let is_polite = (1..=lines_max).contains(&said.len()) && said.iter().all(ours);
     match ended.how {
         How::Code(0) => None,
         How::Signal(9) | How::Code(137) if is_kill => None,
-        // A command killed beside its child may still be told of it.
-        How::Code(code) if code == program.failed() && said.len() == 1 => None,
+        How::Code(code) if program.fails_with(code) && is_polite => None,
         how => {
             let last = said.last().copied().unwrap_or_default();
             Some(format!(
