@@ -283,9 +283,9 @@ fn is_durable(op: Op, space: &str) -> bool {
         kind_of(space),
         NamespaceKind::Probeable | NamespaceKind::NonRepeatable
     );
-    // A release is not waited for: what comes back after a crash is an orphan's.
-    let is_waited_for = !matches!(op, Op::Claim | Op::Release);
-    space != LOOSE && is_waited_for && (op != Op::Start || starts_durably)
+    let is_waited_for = op != Op::Claim;
+    let needs_durable_start = matches!(op, Op::Start | Op::Release);
+    space != LOOSE && is_waited_for && (!needs_durable_start || starts_durably)
 }
 
 /// Spaces of claims are called after their class.
