@@ -99,13 +99,17 @@ impl Engine {
     ) -> Result<()> {
         match level {
             Durability::Buffered => Ok(()),
-            Durability::Process => self.ensure_written(end),
+            Durability::Process => self.ensure_written(end, failures),
             Durability::Power => self.ensure_durable(end, failures),
         }
     }
 
-    fn ensure_written(&self, end: Position) -> Result<()> {
+    fn ensure_written(&self, end: Position, failures: FailureCount) -> Result<()> {
         let mut core = self.core();
+        // Asked first: what stands in the place of a record that was taken back is another one.
+        if self.syncer.was_taken_back(end, failures) {
+            return Err(taken_back());
+        }
         if core.writer.written() >= end {
             return Ok(());
         }
@@ -113,17 +117,13 @@ impl Engine {
         self.write_out(&mut core)
     }
 
+    /// The syncer alone says what is durable: the position reached says nothing of a record that
+    /// was taken back and whose place another one has taken.
     fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
-        if self.syncer.durable() >= end {
-            return Ok(());
-        }
         match self.syncer.wait(end, failures, || self.lead()) {
             Ok(()) => Ok(()),
             Err(Err(error)) => Err(error),
-            Err(Ok(WaitError::TakenBack)) => Err(Error::new(
-                ErrorKind::Io,
-                "writing to the log failed and the record was taken back; try again",
-            )),
+            Err(Ok(WaitError::TakenBack)) => Err(taken_back()),
             Err(Ok(WaitError::Poisoned)) => Err(self
                 .poison
                 .error()
@@ -168,7 +168,14 @@ impl Engine {
 
     /// Flushes one segment. A failure poisons: the kernel may have marked the pages clean, so a
     /// second flush that succeeds would prove nothing.
+    ///
+    /// For the same reason flushes are one at a time, and there is none behind a failed one: of a
+    /// leader and a seal that flush the same file at once, only one might be told.
     fn sync_segment(&self, segment: &SegmentFile) -> Result<()> {
+        let _one_at_a_time = self.syncer.alone();
+        if let Some(error) = self.poison.error() {
+            return Err(error.maybe_applied());
+        }
         self.counters.flushes.add(1);
         let synced = segment.file().and_then(|file| file.sync());
         synced.map_err(|source| {
@@ -186,5 +193,83 @@ impl Engine {
             (core.writer.end(), FailureCount::new(core.failures))
         };
         self.ensure_durable(end, failures)
+    }
+}
+
+fn taken_back() -> Error {
+    Error::new(
+        ErrorKind::Io,
+        "writing to the log failed and the record was taken back; try again",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::record::Kind;
+    use crate::vfs::sim::{Fault, FaultKind, SimDisk};
+    use crate::{NamespaceOptions, ObserveOptions, Options};
+
+    /// Story: a record was appended, another caller's write failed and took both back, and a third
+    /// caller's record was flushed in their place before the first one asked whether its own was.
+    /// The position was durable, so it was told that its record was.
+    #[test]
+    fn a_record_taken_back_is_not_durable_because_its_place_is() {
+        for level in [Durability::Process, Durability::Power] {
+            let disk = SimDisk::new();
+            let log = Options::new()
+                .background(false)
+                .open_on(disk.dir())
+                .unwrap();
+            let options = NamespaceOptions::new().outcome_bytes_max(0);
+            let filter = log.filter("f", options).unwrap();
+            let engine = &log.handle.engine;
+            let appended = append_first(engine, &mut engine.core());
+            let asked = ObserveOptions::new().durability(level);
+            disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+            assert!(filter.observe_with("second", &asked).is_err());
+            assert!(filter.observe_with("third", &asked).unwrap().is_new());
+            let end = appended.position.after();
+            let ensured = engine.ensure(end, appended.failures, level);
+            let error = ensured.unwrap_err();
+            assert_eq!(error.applied(), crate::Applied::No, "{error}");
+            assert!(filter.observe_with("first", &asked).unwrap().is_new());
+        }
+    }
+
+    fn append_first(engine: &Engine, core: &mut Core) -> Appended {
+        let record = Record::new(Kind::Seen, 1, b"first");
+        let h = engine.hash.hash(1, b"first");
+        engine.append(core, &record, h, None, None)
+    }
+
+    /// At `Process` a record is written before the lock is released: another caller's failure does
+    /// not reach it.
+    #[test]
+    fn a_record_at_process_is_out_of_reach_of_another_ones_failure() {
+        let disk = SimDisk::new();
+        let log = Options::new()
+            .background(false)
+            .open_on(disk.dir())
+            .unwrap();
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let filter = log.filter("f", options).unwrap();
+        let engine = &log.handle.engine;
+        let appended = {
+            let mut core = engine.core();
+            let appended = append_first(engine, &mut core);
+            engine
+                .finish_append(&mut core, Durability::Process)
+                .unwrap();
+            appended
+        };
+        let asked = ObserveOptions::new().durability(Durability::Process);
+        disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+        assert!(filter.observe_with("second", &asked).is_err());
+        let end = appended.position.after();
+        engine
+            .ensure(end, appended.failures, Durability::Process)
+            .unwrap();
+        assert!(!filter.observe_with("first", &asked).unwrap().is_new());
     }
 }

@@ -63,7 +63,7 @@ impl Drop for Handle {
 /// An open store. Clones are handles of the same store; the last one to go closes it.
 #[derive(Clone, Debug)]
 pub struct DedupLog {
-    handle: Arc<Handle>,
+    pub(super) handle: Arc<Handle>,
 }
 
 impl Options {

@@ -13,6 +13,8 @@ pub(crate) mod class;
 mod core;
 pub(crate) mod handle;
 mod hint;
+#[cfg(all(test, idemlog_shuttle))]
+mod interleaved;
 mod listing;
 mod lookup;
 mod merge;
@@ -36,7 +38,7 @@ pub(crate) mod verify;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 
 use self::catalog::{Catalog, EditError};
 use self::core::Core;
@@ -47,6 +49,7 @@ use crate::format::StoreId;
 use crate::format::manifest::Manifest;
 use crate::index::KeyHash;
 use crate::log::sync::Syncer;
+use crate::log::sync::primitives::{Mutex, MutexGuard};
 use crate::options::{Durability, Event, Options};
 use crate::stats::{Counters, OpenReport};
 use crate::vfs::{Dir, Lock};

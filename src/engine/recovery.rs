@@ -15,7 +15,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, RwLock};
 
 use super::Engine;
 use super::background::Signals;
@@ -38,6 +38,7 @@ use crate::index::run::Run;
 use crate::log::replay::{Item, Replay, proven_behind};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::Syncer;
+use crate::log::sync::primitives::Mutex;
 use crate::log::writer::Writer;
 use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;

@@ -7,11 +7,53 @@
 //! C. A waiter is woken once: served, failed, or made the next leader. There is a leader as long
 //!    as there are waiters.
 
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::Thread;
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 
+use self::primitives::{Arc, AtomicU8, Mutex, MutexGuard, Thread};
 use crate::position::Position;
+
+/// What threads meet at. Under `--cfg idemlog_shuttle` a scheduler takes their place that tries
+/// one interleaving after another, so that the code tested is the code that ships.
+pub(crate) mod primitives {
+    #[cfg(all(test, idemlog_shuttle))]
+    pub(crate) use shuttle::{
+        sync::atomic::AtomicU8,
+        sync::{Arc, Mutex, MutexGuard},
+        thread::{Thread, current, park},
+    };
+    #[cfg(not(all(test, idemlog_shuttle)))]
+    pub(crate) use std::{
+        sync::atomic::AtomicU8,
+        sync::{Arc, Mutex, MutexGuard},
+        thread::{Thread, current, park},
+    };
+
+    /// Runs `body` under `IDEMLOG_SCHEDULES` interleavings drawn from `IDEMLOG_SEED`: one half at
+    /// random, one with few preemptions at chosen places. A failure prints its schedule, and
+    /// `IDEMLOG_SCHEDULE` repeats it.
+    #[cfg(all(test, idemlog_shuttle))]
+    pub(crate) fn explore(name: &str, body: impl Fn() + Send + Sync + 'static) {
+        use shuttle::scheduler::{PctScheduler, RandomScheduler};
+        let body = std::sync::Arc::new(body);
+        let run = std::sync::Arc::clone(&body);
+        if let Ok(schedule) = std::env::var("IDEMLOG_SCHEDULE") {
+            return shuttle::replay(move || run(), &schedule);
+        }
+        let number = |name: &str, default| {
+            let text = std::env::var(name).ok();
+            text.map_or(default, |text| text.parse().unwrap())
+        };
+        let seed = number("IDEMLOG_SEED", 1);
+        let half = usize::try_from(number("IDEMLOG_SCHEDULES", 2000) / 2).unwrap();
+        println!("schedules: name={name:?} seed={seed}");
+        let random = RandomScheduler::new_from_seed(seed, half);
+        let mut count = shuttle::Runner::new(random, shuttle::Config::new()).run(move || run());
+        let few = PctScheduler::new_from_seed(seed, 3, half);
+        count += shuttle::Runner::new(few, shuttle::Config::new()).run(move || body());
+        println!("counts: schedules={count}");
+    }
+}
 
 const WAITING: u8 = 0;
 const DONE: u8 = 1;
@@ -21,6 +63,7 @@ const LEAD: u8 = 2;
 #[derive(Debug)]
 pub(crate) struct Syncer {
     state: Mutex<State>,
+    flushing: Mutex<()>,
 }
 
 #[derive(Debug)]
@@ -78,6 +121,7 @@ impl Syncer {
         };
         Syncer {
             state: Mutex::new(state),
+            flushing: Mutex::default(),
         }
     }
 
@@ -101,6 +145,17 @@ impl Syncer {
         let mut state = self.state();
         state.failures.push(Failure { kept });
         wake_all(&mut state);
+    }
+
+    /// Waits until nobody else flushes, and keeps others from it. Held over one flush, and until the
+    /// store is poisoned if it fails.
+    pub(crate) fn alone(&self) -> MutexGuard<'_, ()> {
+        self.flushing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says whether a failed write took the record that ends here.
+    pub(crate) fn was_taken_back(&self, target: Position, appended_at: FailureCount) -> bool {
+        is_taken_back(&self.state(), target, appended_at)
     }
 
     /// Says that nothing more will become durable.
@@ -165,14 +220,14 @@ impl Syncer {
         let signal = Arc::new(AtomicU8::new(WAITING));
         let waiter = Waiter {
             target,
-            thread: std::thread::current(),
+            thread: primitives::current(),
             signal: Arc::clone(&signal),
         };
         state.waiters.push(waiter);
         drop(state);
         // Acquire pairs with the Release of whoever signals: its change of the state is seen.
         while signal.load(Ordering::Acquire) == WAITING {
-            std::thread::park();
+            primitives::park();
         }
         self.state()
     }
@@ -183,16 +238,19 @@ fn judge(
     target: Position,
     appended_at: FailureCount,
 ) -> Option<Result<(), WaitError>> {
-    // The first failure after the append decides: later ones concern later records.
-    if let Some(failure) = state.failures.get(appended_at.0)
-        && target > failure.kept
-    {
+    if is_taken_back(state, target, appended_at) {
         return Some(Err(WaitError::TakenBack));
     }
     if state.durable >= target {
         return Some(Ok(()));
     }
     state.poisoned.then_some(Err(WaitError::Poisoned))
+}
+
+fn is_taken_back(state: &State, target: Position, appended_at: FailureCount) -> bool {
+    // The first failure after the append decides: later ones concern later records.
+    let failure = state.failures.get(appended_at.0);
+    failure.is_some_and(|failure| target > failure.kept)
 }
 
 fn wake(waiter: &Waiter, signal: u8) {
@@ -227,12 +285,14 @@ fn promote(state: &mut State) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    #[cfg(not(idemlog_shuttle))]
     use std::sync::atomic::AtomicU64;
 
     fn at(offset: u32) -> Position {
         Position::new(1, offset)
     }
 
+    #[cfg(not(idemlog_shuttle))]
     #[test]
     fn many_waiters_share_flushes_and_all_return() {
         let syncer = Syncer::new(at(0));
@@ -261,6 +321,7 @@ mod tests {
         assert!(flushes.load(Ordering::SeqCst) <= 3200);
     }
 
+    #[cfg(not(idemlog_shuttle))]
     #[test]
     fn a_failed_flush_is_told_to_everybody_from_then_on() {
         let syncer = Syncer::new(at(0));
@@ -274,6 +335,7 @@ mod tests {
         assert_eq!(later, Err(Ok(WaitError::Poisoned)));
     }
 
+    #[cfg(not(idemlog_shuttle))]
     #[test]
     fn a_record_taken_back_fails_its_waiter_and_not_the_next_record_at_its_place() {
         let syncer = Syncer::new(at(0));
@@ -284,5 +346,162 @@ mod tests {
         assert_eq!(lost, Err(Ok(WaitError::TakenBack)));
         let next = syncer.wait(at(8), after, || Ok::<_, ()>(at(8)));
         assert_eq!(next, Ok(()));
+    }
+
+    /// A log of numbered records with the append lock's duties, and faults drawn by the scheduler.
+    #[cfg(idemlog_shuttle)]
+    mod interleaved {
+        use super::super::primitives::explore;
+        use super::*;
+        use shuttle::rand::Rng;
+        use std::collections::BTreeSet;
+
+        const RECORD_BYTES: usize = 8;
+
+        #[derive(Default)]
+        struct Log {
+            records: Vec<u32>,
+            written: usize,
+            failures: usize,
+            poisoned: bool,
+        }
+
+        #[derive(Clone, Copy)]
+        enum Faults {
+            None,
+            /// Some writes fail and are taken back.
+            Writes,
+            /// Some flushes fail.
+            Flushes,
+            Both,
+        }
+
+        struct World {
+            syncer: Syncer,
+            log: Mutex<Log>,
+            /// Records that a flush has covered. Never held while anything else is.
+            flushed: std::sync::Mutex<BTreeSet<u32>>,
+            faults: Faults,
+        }
+
+        fn end_of(records: usize) -> Position {
+            at(u32::try_from(64 + records * RECORD_BYTES).unwrap())
+        }
+
+        impl World {
+            fn new(faults: Faults) -> World {
+                World {
+                    syncer: Syncer::new(end_of(0)),
+                    log: Mutex::new(Log::default()),
+                    flushed: std::sync::Mutex::default(),
+                    faults,
+                }
+            }
+
+            fn log(&self) -> MutexGuard<'_, Log> {
+                self.log.lock().unwrap()
+            }
+
+            fn is_flushed(&self, record: u32) -> bool {
+                self.flushed.lock().unwrap().contains(&record)
+            }
+
+            fn lead(&self) -> Result<Position, ()> {
+                let snapshot = {
+                    let mut log = self.log();
+                    if log.poisoned {
+                        return Err(());
+                    }
+                    let fails = matches!(self.faults, Faults::Writes | Faults::Both)
+                        && log.written < log.records.len()
+                        && shuttle::rand::thread_rng().gen_range(0..3) == 0;
+                    if fails {
+                        let written = log.written;
+                        log.records.truncate(written);
+                        log.failures += 1;
+                        self.syncer.taken_back(end_of(written));
+                        return Err(());
+                    }
+                    log.written = log.records.len();
+                    log.records.clone()
+                };
+                shuttle::thread::yield_now();
+                let fails = matches!(self.faults, Faults::Flushes | Faults::Both)
+                    && shuttle::rand::thread_rng().gen_range(0..4) == 0;
+                if fails {
+                    self.log().poisoned = true;
+                    self.syncer.poison();
+                    return Err(());
+                }
+                let end = end_of(snapshot.len());
+                self.flushed.lock().unwrap().extend(snapshot);
+                Ok(end)
+            }
+
+            /// Appends one record, waits, and judges the answer.
+            fn append(&self, record: u32) {
+                let (target, count) = {
+                    let mut log = self.log();
+                    if log.poisoned {
+                        return;
+                    }
+                    log.records.push(record);
+                    (end_of(log.records.len()), FailureCount::new(log.failures))
+                };
+                let waited = self.syncer.wait(target, count, || self.lead());
+                let log = self.log();
+                match waited {
+                    Ok(()) => assert!(self.is_flushed(record), "{record} is not durable"),
+                    Err(Ok(WaitError::TakenBack)) => {
+                        assert!(!log.records.contains(&record), "{record} is still there");
+                        assert!(!self.is_flushed(record));
+                    }
+                    Err(Ok(WaitError::Poisoned)) => assert!(log.poisoned, "{record}"),
+                    Err(Err(())) => assert!(
+                        log.poisoned || log.failures > 0,
+                        "{record} fails without a fault"
+                    ),
+                }
+                if matches!(self.faults, Faults::None) {
+                    assert_eq!(waited, Ok(()));
+                }
+            }
+        }
+
+        /// A waiter that nobody wakes is a deadlock, which the scheduler reports.
+        fn appenders(name: &str, faults: Faults, threads: u32, each: u32) {
+            explore(name, move || {
+                let world = Arc::new(World::new(faults));
+                let all: Vec<_> = (0..threads)
+                    .map(|thread| {
+                        let world = Arc::clone(&world);
+                        shuttle::thread::spawn(move || {
+                            (0..each).for_each(|n| world.append(thread * 100 + n));
+                        })
+                    })
+                    .collect();
+                all.into_iter().for_each(|thread| thread.join().unwrap());
+            });
+        }
+
+        #[test]
+        fn nobody_returns_before_their_record_is_durable() {
+            appenders("syncer", Faults::None, 4, 2);
+        }
+
+        #[test]
+        fn a_write_that_is_taken_back_fails_those_it_took_and_nobody_else() {
+            appenders("syncer, writes fail", Faults::Writes, 4, 2);
+        }
+
+        #[test]
+        fn a_failed_flush_reaches_everybody_who_waits() {
+            appenders("syncer, flushes fail", Faults::Flushes, 4, 2);
+        }
+
+        #[test]
+        fn failing_writes_and_flushes_lose_no_waiter() {
+            appenders("syncer, both fail", Faults::Both, 3, 3);
+        }
     }
 }

@@ -1,0 +1,173 @@
+//! A whole store under a scheduler that tries interleavings: callers, rolls, seals and merges meet
+//! at the locks of the engine and of the syncer. Built only with `--cfg idemlog_shuttle`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use shuttle::rand::Rng;
+use shuttle::thread;
+
+use crate::clock::ManualClock;
+use crate::log::sync::primitives::explore;
+use crate::vfs::sim::{Fault, FaultKind, PowerCut, SimDisk};
+use crate::{
+    Applied, ClaimVerdict, DedupLog, Durability, Filter, KeyState, NamespaceOptions,
+    ObserveOptions, Observed, Options, Repeatable, Result, ZeroFill,
+};
+
+const KEYS: u32 = 3;
+
+fn open(disk: &SimDisk) -> DedupLog {
+    let clock = Arc::new(ManualClock::new(1_700_000_000_000));
+    let options = Options::new().segment_bytes(4096).background(false);
+    let options = options.zero_fill(ZeroFill::Never).clock(clock);
+    options.open_on(disk.dir()).unwrap()
+}
+
+fn filter(log: &DedupLog) -> Filter {
+    let options = NamespaceOptions::new().outcome_bytes_max(0);
+    log.filter("f", options).unwrap()
+}
+
+/// A store whose active segment is so full that one of the next records rolls it.
+fn nearly_full(disk: &SimDisk) -> (DedupLog, Filter) {
+    let log = open(disk);
+    let filter = filter(&log);
+    for n in 0..17 {
+        assert!(filter.observe(format!("{n:0>180}")).unwrap().is_new());
+    }
+    (log, filter)
+}
+
+fn key(n: u32) -> String {
+    format!("key-{n:0>170}")
+}
+
+fn join(all: Vec<thread::JoinHandle<()>>) {
+    all.into_iter().for_each(|one| one.join().unwrap());
+}
+
+fn after_power_cut(disk: &SimDisk) -> (DedupLog, Filter) {
+    let log = open(&disk.after_power_cut(&mut PowerCut::drop_all()));
+    let filter = filter(&log);
+    (log, filter)
+}
+
+#[test]
+fn each_key_is_new_once_while_segments_roll_and_are_sealed() {
+    explore("observe, roll, seal", || {
+        let disk = SimDisk::new();
+        let (log, filter) = nearly_full(&disk);
+        let news: Arc<Vec<AtomicU32>> = Arc::new((0..KEYS).map(|_| AtomicU32::new(0)).collect());
+        let mut all: Vec<_> = (0..2)
+            .map(|start| {
+                let (filter, news) = (filter.clone(), Arc::clone(&news));
+                thread::spawn(move || {
+                    for n in (0..KEYS).map(|n| (n + start) % KEYS) {
+                        if filter.observe(key(n)).unwrap() == Observed::New {
+                            news[n as usize].fetch_add(1, Ordering::SeqCst);
+                        }
+                    }
+                })
+            })
+            .collect();
+        let keeper = log.clone();
+        all.push(thread::spawn(move || keeper.maintain().unwrap()));
+        join(all);
+        let counts: Vec<u32> = news.iter().map(|n| n.load(Ordering::SeqCst)).collect();
+        assert_eq!(counts, vec![1; KEYS as usize]);
+        let (_log, filter) = after_power_cut(&disk);
+        for n in 0..KEYS {
+            assert_eq!(filter.observe(key(n)).unwrap(), Observed::Duplicate, "{n}");
+        }
+    });
+}
+
+/// Whether a call promised its key, and whether it said that nothing is there.
+fn told(observed: Result<Observed>) -> (bool, bool) {
+    match observed {
+        Ok(_) => (true, false),
+        Err(error) => (false, error.applied() == Applied::No),
+    }
+}
+
+/// One call of the disk fails while callers and the upkeep are at it. `Process` is judged by what
+/// a kill leaves, `Power` by what a power cut leaves.
+fn one_call_fails(name: &str, level: Durability) {
+    explore(name, move || {
+        let disk = SimDisk::new();
+        let (log, filter) = nearly_full(&disk);
+        let at = disk.steps() + shuttle::rand::thread_rng().gen_range(0..8);
+        disk.fail(Fault::once(at, FaultKind::Io));
+        let fates = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let mut all: Vec<_> = (0..KEYS)
+            .map(|n| {
+                let (filter, fates) = (filter.clone(), Arc::clone(&fates));
+                thread::spawn(move || {
+                    let asked = ObserveOptions::new().durability(level);
+                    let fate = told(filter.observe_with(key(n), &asked));
+                    fates.lock().unwrap().push((n, fate));
+                })
+            })
+            .collect();
+        let keeper = log.clone();
+        all.push(thread::spawn(move || drop(keeper.maintain())));
+        join(all);
+        disk.clear_faults();
+        let left = match level {
+            Durability::Power => disk.after_power_cut(&mut PowerCut::drop_all()),
+            _ => disk.after_kill(),
+        };
+        let log = open(&left);
+        let filter = self::filter(&log);
+        for (n, (promised, never)) in fates.lock().unwrap().drain(..) {
+            let found = filter.get(key(n)).unwrap() == KeyState::Seen;
+            assert!(found || !promised, "{n} was promised");
+            assert!(!found || !never, "{n} was refused");
+        }
+    });
+}
+
+#[test]
+fn a_failing_call_of_the_disk_has_one_fate_for_each_caller() {
+    one_call_fails("observe at Power, the disk fails", Durability::Power);
+}
+
+#[test]
+fn a_failing_write_is_told_to_everybody_whose_record_it_took() {
+    one_call_fails("observe at Process, the disk fails", Durability::Process);
+}
+
+#[test]
+fn one_of_two_claimants_commits() {
+    explore("claim, commit, merge", || {
+        let disk = SimDisk::new();
+        let (log, _filter) = nearly_full(&disk);
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let jobs = log.namespace::<Repeatable>("j", options.clone()).unwrap();
+        let effects = Arc::new(AtomicU32::new(0));
+        let mut all: Vec<_> = (0..2)
+            .map(|_| {
+                let (jobs, effects) = (jobs.clone(), Arc::clone(&effects));
+                thread::spawn(move || match jobs.claim("job").unwrap() {
+                    ClaimVerdict::New(mut claim) => {
+                        effects.fetch_add(1, Ordering::SeqCst);
+                        drop(claim.commit(b"").unwrap());
+                    }
+                    ClaimVerdict::Busy { .. } | ClaimVerdict::Duplicate(_) => {}
+                    other => panic!("{other:?}"),
+                })
+            })
+            .collect();
+        let keeper = log.clone();
+        all.push(thread::spawn(move || keeper.maintain().unwrap()));
+        join(all);
+        assert_eq!(effects.load(Ordering::SeqCst), 1);
+        let log = open(&disk.after_power_cut(&mut PowerCut::drop_all()));
+        let jobs = log.namespace::<Repeatable>("j", options.clone()).unwrap();
+        assert!(matches!(
+            jobs.claim("job").unwrap(),
+            ClaimVerdict::Duplicate(_)
+        ));
+    });
+}
