@@ -147,8 +147,8 @@ impl Syncer {
         wake_all(&mut state);
     }
 
-    /// Waits until nobody else flushes, and keeps others from it. Held over one flush, and until the
-    /// store is poisoned if it fails.
+    /// Waits until nobody else flushes, and keeps others from it. Held over one flush and, if it
+    /// fails, until the store is poisoned.
     pub(crate) fn alone(&self) -> MutexGuard<'_, ()> {
         self.flushing.lock().unwrap_or_else(PoisonError::into_inner)
     }
