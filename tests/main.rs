@@ -40,4 +40,5 @@ mod kill;
 mod model;
 #[cfg(feature = "testing")]
 mod repair;
+mod order;
 mod tidy;

@@ -245,3 +245,65 @@ pub(crate) fn wants_zero_fill(zero_fill: ZeroFill, level: Durability, in_place: 
         ZeroFill::Auto => level == Durability::Power && in_place,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::manifest::SealedEntry;
+    use crate::vfs::sim::SimDisk;
+    use std::sync::Weak;
+
+    const BYTES: u32 = 4096;
+
+    fn retired(former: Weak<SegmentFile>) -> (Upkeep, Arc<Sealed>) {
+        let header = SegmentHeader {
+            store: [1; 16],
+            id: 7,
+            nonce: 1,
+            bytes: BYTES,
+            hash_key_id: 1,
+            recycled: false,
+        };
+        let segment = create_segment(SimDisk::memory().dir().as_ref(), &header, false).unwrap();
+        let entry = SealedEntry {
+            end: BYTES,
+            records_count: 0,
+            unsettled_count: 0,
+            drop_at_s: 0,
+            began_at_s: 0,
+            sparse_at_s: 0,
+            crc: 0,
+        };
+        let sealed = Arc::new(Sealed {
+            segment: Arc::new(segment),
+            entry,
+            former,
+        });
+        let upkeep = Upkeep {
+            retired: Some(Arc::clone(&sealed)),
+            ..Upkeep::default()
+        };
+        (upkeep, sealed)
+    }
+
+    /// A search may hold the view, the segment, or the segment as it was before it was sealed.
+    #[test]
+    fn a_file_that_somebody_reads_is_not_used_again() {
+        let (mut upkeep, view) = retired(Weak::new());
+        assert_eq!(upkeep.take_retired(BYTES), None);
+        let segment = Arc::clone(&view.segment);
+        drop(view);
+        assert_eq!(upkeep.take_retired(BYTES), None);
+        drop(segment);
+        assert_eq!(upkeep.take_retired(BYTES * 2), None);
+        assert_eq!(upkeep.take_retired(BYTES), Some(7));
+        assert_eq!(upkeep.take_retired(BYTES), None);
+
+        let (_, other) = retired(Weak::new());
+        let (mut upkeep, view) = retired(Arc::downgrade(&other.segment));
+        drop(view);
+        assert_eq!(upkeep.take_retired(BYTES), None);
+        drop(other);
+        assert_eq!(upkeep.take_retired(BYTES), Some(7));
+    }
+}
