@@ -39,6 +39,7 @@ mod kill;
 #[cfg(feature = "testing")]
 mod model;
 #[cfg(feature = "testing")]
-mod repair;
 mod order;
+#[cfg(feature = "testing")]
+mod repair;
 mod tidy;

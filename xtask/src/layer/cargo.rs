@@ -32,13 +32,17 @@ pub(crate) fn test(
     command.env("IDEMLOG_SEED_START", context.seed.to_string());
     command.env_remove("IDEMLOG_SEED");
     command.envs(environment.iter().map(|(name, value)| (name, value)));
-    let ended = process::run(&mut command, TIME_MAX)?;
+    judge(&process::run(&mut command, TIME_MAX)?)
+}
+
+/// Reads the sums of a test run that has ended.
+pub(crate) fn judge(ended: &Ended) -> Fallible<Outcome> {
     let mut counts = counts_of(&ended.stdout);
     add_lines(&mut counts, &ended.stderr);
     if !ended.is_success() {
         counts.failed = counts.failed.max(1);
     }
-    Ok(Outcome::judge(counts, tail(&ended)))
+    Ok(Outcome::judge(counts, tail(ended)))
 }
 
 /// Runs an example of the main package; it counts as one check.

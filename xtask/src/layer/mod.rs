@@ -3,13 +3,20 @@
 mod block;
 mod cargo;
 mod clock;
+mod conc;
+mod cover;
 mod fsyncfail;
+mod fuzz;
 mod kill;
+mod mem;
 mod model;
+mod mutants;
 mod peers;
 mod res;
 mod rot;
 mod sim;
+mod switched;
+mod syncs;
 mod syscalls;
 
 use crate::context::{Context, Fallible, Outcome};
@@ -83,5 +90,41 @@ pub(crate) const LAYERS: &[Layer] = &[
         question: "full disks, small limits, little memory: a typed error and nothing lost?",
         in_all: true,
         run: res::run,
+    },
+    Layer {
+        name: "fuzz",
+        question: "do decoders, opens and whole runs survive any bytes?",
+        in_all: true,
+        run: fuzz::run,
+    },
+    Layer {
+        name: "conc",
+        question: "group commit and views under a scheduler that tries interleavings",
+        in_all: true,
+        run: conc::run,
+    },
+    Layer {
+        name: "mem",
+        question: "Miri on bytes, decisions and index; AddressSanitizer on the same and damage",
+        in_all: true,
+        run: mem::run,
+    },
+    Layer {
+        name: "cover",
+        question: "which lines of format, log and recovery do the tests reach?",
+        in_all: false,
+        run: cover::run,
+    },
+    Layer {
+        name: "syncs",
+        question: "each call that makes something durable left out in turn: does a test notice?",
+        in_all: true,
+        run: syncs::run,
+    },
+    Layer {
+        name: "mutants",
+        question: "faults put into the source on purpose: does a test notice each?",
+        in_all: true,
+        run: mutants::run,
     },
 ];
