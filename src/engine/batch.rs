@@ -161,6 +161,7 @@ impl Filter {
             .collect();
         let level = engine.level(self.space.options.durability, options.durability);
         let mut rests: Option<Rests> = None;
+        let mut written = Written::default();
         while answers.iter().any(Option::is_none) {
             let mut located = Vec::with_capacity(keys.len());
             for (key, answer) in keys.iter().zip(&answers) {
@@ -168,7 +169,8 @@ impl Filter {
                     Some(_) => None,
                     None => {
                         let wanted = engine.wanted(self.space.id, key.as_ref());
-                        Some((wanted, engine.locate(wanted, |_| ())?))
+                        let found = engine.locate(wanted, |_| ());
+                        Some((wanted, found.map_err(|e| written.error(e))?))
                     }
                 });
             }
@@ -177,8 +179,9 @@ impl Filter {
             let mut no_room = None;
             {
                 let mut core = engine.core();
-                engine.check_writable(&core)?;
-                core.check_namespace(&self.space)?;
+                let checked = engine.check_writable(&core);
+                let checked = checked.and_then(|()| core.check_namespace(&self.space));
+                checked.map_err(|e| written.error(e))?;
                 for (answer, located) in answers.iter_mut().zip(&located) {
                     let Some((wanted, located)) = located else {
                         continue;
@@ -194,21 +197,25 @@ impl Filter {
                         One::Observed {
                             observed,
                             rests: on,
-                            ..
+                            appended,
                         } => {
                             *answer = Some(Ok(observed));
                             rests = later(rests, on);
+                            written.now |= appended;
                         }
                     }
                 }
-                engine.finish_append(&mut core, level)?;
+                let finished = engine.finish_append(&mut core, level);
+                finished.map_err(|e| written.error_of_write(e))?;
             }
+            written.end_pass();
             if let Some(room) = no_room {
-                engine.make_room(room)?;
+                engine.make_room(room).map_err(|e| written.error(e))?;
             }
         }
         if let Some(rests) = rests {
-            engine.ensure(rests.end, rests.failures, level)?;
+            let ensured = engine.ensure(rests.end, rests.failures, level);
+            ensured.map_err(|e| written.error_of_wait(e))?;
         }
         let answers: Vec<Result<Observed>> = answers.into_iter().flatten().collect();
         answers
@@ -388,6 +395,49 @@ fn later(rests: Option<Rests>, on: Rests) -> Option<Rests> {
     })
 }
 
+/// Which passes of a batch have appended: what of it may be in the log when it fails.
+#[derive(Clone, Copy, Debug, Default)]
+struct Written {
+    now: bool,
+    before: bool,
+    passes_count: u32,
+}
+
+impl Written {
+    fn end_pass(&mut self) {
+        self.passes_count += u32::from(self.now);
+        self.before |= self.now;
+        self.now = false;
+    }
+
+    /// Between two writes: what was appended stays, and is written with what comes next.
+    fn error(self, error: Error) -> Error {
+        if self.before || self.now {
+            error.maybe_applied()
+        } else {
+            error
+        }
+    }
+
+    /// A write that failed was taken back, and what was written before it was not.
+    fn error_of_write(self, error: Error) -> Error {
+        if self.before {
+            error.maybe_applied()
+        } else {
+            error
+        }
+    }
+
+    /// A batch of one pass is written and taken back as a whole.
+    fn error_of_wait(self, error: Error) -> Error {
+        if self.passes_count > 1 {
+            error.maybe_applied()
+        } else {
+            error
+        }
+    }
+}
+
 /// What the verdicts of a batch rest on: its own records, and older ones.
 #[derive(Clone, Copy, Debug, Default)]
 struct Resting {
@@ -427,13 +477,16 @@ impl Engine {
     ) -> Result<()> {
         answers.extend(keys.iter().map(|key| check_key(key).err().map(Err)));
         let mut rests = Resting::default();
+        let mut written = Written::default();
         while answers.iter().any(Option::is_none) {
-            let located = self.locate_many(space, keys, answers)?;
+            let located = self.locate_many(space, keys, answers);
+            let located = located.map_err(|e| written.error(e))?;
             let now = self.now();
             let mut no_room = None;
             {
                 let mut core = self.core();
-                self.check_writable(&core)?;
+                let checked = self.check_writable(&core);
+                checked.map_err(|e| written.error(e))?;
                 for (index, (answer, located)) in answers.iter_mut().zip(&located).enumerate() {
                     let Some((wanted, located)) = located else {
                         continue;
@@ -461,20 +514,24 @@ impl Engine {
                             failures,
                         }) => {
                             rests.add(decided.written.is_some(), Rests { end, failures });
+                            written.now |= decided.written.is_some();
                             *answer = Some(Ok(decided));
                         }
                         Err(error) => *answer = Some(Err(error)),
                     }
                 }
-                self.finish_append(&mut core, levels.write)?;
+                let finished = self.finish_append(&mut core, levels.write);
+                finished.map_err(|e| written.error_of_write(e))?;
             }
+            written.end_pass();
             if let Some(room) = no_room {
-                self.make_room(room)?;
+                self.make_room(room).map_err(|e| written.error(e))?;
             }
         }
         for (rests, level) in [(rests.written, levels.write), (rests.read, levels.answer)] {
             if let Some(rests) = rests {
-                self.ensure(rests.end, rests.failures, level)?;
+                let ensured = self.ensure(rests.end, rests.failures, level);
+                ensured.map_err(|e| written.error_of_wait(e))?;
             }
         }
         Ok(())

@@ -3,8 +3,9 @@
 //! Safety properties:
 //! A. The file named MANIFEST is always a complete manifest: the new one is written and synced
 //!    under another name, renamed, and the directory is synced.
-//! B. Memory and disk agree: an edit that fails before the rename leaves both as they were; one
-//!    that fails after it poisons, because nobody knows which of the two a power cut would leave.
+//! B. Memory and disk agree: an edit that fails before the rename, or because the rename is
+//!    denied, leaves both as they were; one that fails after it poisons, because nobody knows which
+//!    of the two a power cut would leave.
 //! C. A full disk does not wedge the store: ballast is given up once, and made again later.
 
 use std::io;
@@ -68,9 +69,11 @@ impl Catalog {
                 .map_err(|e| failed(e, "writing the manifest failed; it is unchanged", false))?;
         }
         let target = FileName::Manifest.to_string();
-        self.dir
-            .rename(&name, &target)
-            .map_err(|e| failed(e, "renaming the manifest failed", true))?;
+        self.dir.rename(&name, &target).map_err(|e| {
+            // Who has no right to rename has not renamed; any other failure may have come later.
+            let uncertain = e.kind() != io::ErrorKind::PermissionDenied;
+            failed(e, "renaming the manifest failed", uncertain)
+        })?;
         self.dir
             .sync()
             .map_err(|e| failed(e, "syncing the directory failed", true))?;

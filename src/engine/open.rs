@@ -330,10 +330,16 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
     Ok(orphans)
 }
 
+/// Removes left-over files. One that may not be removed stays for a later open: it is listed
+/// nowhere, and whatever is made under its name replaces it.
 pub(super) fn remove_orphans(dir: &dyn Dir, orphans: &[String]) -> Result<()> {
     for name in orphans {
-        remove_if_there(dir, name)
-            .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
+        match remove_if_there(dir, name) {
+            Err(error) if error.kind() != io::ErrorKind::PermissionDenied => {
+                return Err(Error::io("removing a left-over file failed", error).in_file(name));
+            }
+            _ => {}
+        }
     }
     Ok(())
 }

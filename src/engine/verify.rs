@@ -193,7 +193,7 @@ fn open_runs(
 struct Found {
     end: Position,
     proven: u64,
-    /// The segment holds records, or the one before it was full.
+    /// The segment holds records, or it is where a clean close has ended the log.
     holds_end: bool,
 }
 
@@ -217,10 +217,13 @@ fn verify_segment(
             report.add(&hint, None, "hint is stale or damaged", false);
         }
         let behind = proven_behind(&image, segment.nonce, replayed.end);
+        let end = Position::new(segment.id, replayed.end);
+        let holds_records = replayed.tally.records_count() > 0 || replayed.sealed;
         return Ok(Some(Found {
-            end: Position::new(segment.id, replayed.end),
+            end,
             proven: behind.max(replayed.proven),
-            holds_end: replayed.tally.records_count() > 0 || replayed.sealed,
+            // A store that was closed before its first record, or right after a roll, ends here.
+            holds_end: holds_records || manifest.closed_at == Some(end.get()),
         }));
     };
     let segment = segment
@@ -313,6 +316,15 @@ mod tests {
                 .unwrap()
                 .is_ok()
         );
+    }
+
+    #[test]
+    fn a_store_closed_before_its_first_record_has_no_problems() {
+        let disk = SimDisk::new();
+        let options = Options::new().segment_bytes(4096).background(false);
+        options.open_on(disk.dir()).unwrap().close().unwrap();
+        let report = verify_dir(disk.dir().as_ref(), "store").unwrap();
+        assert!(report.is_ok(), "{report:?}");
     }
 
     #[test]
