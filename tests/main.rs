@@ -21,6 +21,8 @@ mod support;
 
 #[cfg(feature = "testing")]
 mod api;
+#[cfg(feature = "testing")]
+mod cases;
 #[cfg(feature = "cli")]
 mod cli;
 #[cfg(feature = "testing")]
