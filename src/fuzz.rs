@@ -26,7 +26,7 @@ use crate::vfs::sim::{PowerCut, SimDisk};
 use crate::vfs::{Access, Map};
 use crate::{
     ClaimVerdict, DedupLog, ErrorKind, Filter, KeyState, Namespace, NamespaceOptions,
-    NonRepeatable, Observed, Options, Repeatable, Result, Retention, ZeroFill,
+    NonRepeatable, Observed, OpenMode, Options, Repair, Repeatable, Result, Retention, ZeroFill,
 };
 
 const START_MS: u64 = 1_700_000_000_000;
@@ -206,9 +206,67 @@ fn small() -> NamespaceOptions {
 /// Opening answers or refuses; what it answers it answers again after a reopen. That is not asked
 /// of forged files, whose checksums are right: from them no panic may come.
 pub fn recovery(data: &[u8]) {
-    let Some((first, mut rest)) = data.split_first() else {
+    let Some((disk, forged)) = patched(data) else {
         return;
     };
+    let clock = Arc::new(ManualClock::new(START_MS));
+    let Ok(log) = directory::options(&clock).open_on(disk.dir()) else {
+        return;
+    };
+    let answers = ask(&log);
+    drop(log);
+    let log = match directory::options(&clock).open_on(disk.dir()) {
+        Ok(log) => log,
+        Err(_) if forged => return,
+        Err(error) => panic!("opened once, then refused: {error}"),
+    };
+    let again = ask(&log);
+    for (key, before) in answers.into_iter().filter(|_| !forged) {
+        assert_eq!(again.get(&key), Some(&before), "{key}");
+    }
+}
+
+/// Any directory, as for [`recovery`], repaired: the damaged one is not touched, and the repaired
+/// one opens and needs no repair. What the damaged one answers when it is open to salvage, the
+/// repaired one answers too.
+pub fn repair(data: &[u8]) {
+    let Some((disk, forged)) = patched(data) else {
+        return;
+    };
+    let clock = Arc::new(ManualClock::new(START_MS));
+    let before = disk.image_hash();
+    let target = SimDisk::memory();
+    let repair = || Repair::of("patched").clock(Arc::clone(&clock) as _);
+    let repaired = repair().write_on(disk.dir().as_ref(), target.dir());
+    assert_eq!(disk.image_hash(), before, "the damaged store was changed");
+    let Ok(report) = repaired else { return };
+    assert!(report.kept_count + report.purged_count == report.found_count);
+    let again = match repair().dry_run_on(target.dir().as_ref()) {
+        Ok(again) => again,
+        Err(_) if forged => return,
+        Err(error) => panic!("repaired, then refused: {error}"),
+    };
+    assert!(again.is_whole(), "{again:?}");
+    let log = match directory::options(&clock).open_on(target.dir()) {
+        Ok(log) => log,
+        Err(_) if forged => return,
+        Err(error) => panic!("repaired, then refused: {error}"),
+    };
+    let kept = ask(&log);
+    let salvage = directory::options(&clock).open_mode(OpenMode::Salvage);
+    let Ok(log) = salvage.open_on(disk.dir()) else {
+        return;
+    };
+    if log.open_report().salvaged && !forged {
+        for (key, state) in ask(&log) {
+            assert_eq!(kept.get(&key), Some(&state), "{key}");
+        }
+    }
+}
+
+/// Makes the directory that the bytes describe; says too whether its checksums were made right.
+fn patched(data: &[u8]) -> Option<(SimDisk, bool)> {
+    let (first, mut rest) = data.split_first()?;
     let forged = first & 0x80 != 0;
     let disk = directory::start(first % directory::STARTS);
     while let Some((head, tail)) = rest.split_first_chunk::<5>() {
@@ -228,21 +286,7 @@ pub fn recovery(data: &[u8]) {
     if forged {
         directory::make_checksums_right(&disk);
     }
-    let clock = Arc::new(ManualClock::new(START_MS));
-    let Ok(log) = directory::options(&clock).open_on(disk.dir()) else {
-        return;
-    };
-    let answers = ask(&log);
-    drop(log);
-    let log = match directory::options(&clock).open_on(disk.dir()) {
-        Ok(log) => log,
-        Err(_) if forged => return,
-        Err(error) => panic!("opened once, then refused: {error}"),
-    };
-    let again = ask(&log);
-    for (key, before) in answers.into_iter().filter(|_| !forged) {
-        assert_eq!(again.get(&key), Some(&before), "{key}");
-    }
+    Some((disk, forged))
 }
 
 fn patch(disk: &SimDisk, file: u8, what: u8, offset: usize, bytes: &[u8]) {

@@ -72,7 +72,7 @@ pub mod testing {
 
     /// Bodies of the fuzz targets.
     pub mod fuzz {
-        pub use crate::fuzz::{filter, manifest, ops, page, record, recovery};
+        pub use crate::fuzz::{filter, manifest, ops, page, record, recovery, repair};
     }
 }
 

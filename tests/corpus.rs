@@ -9,12 +9,13 @@ use idemlog::testing::sim::Rng;
 
 type Body = fn(&[u8]);
 
-const TARGETS: [(&str, Body); 6] = [
+const TARGETS: [(&str, Body); 7] = [
     ("record", fuzz::record),
     ("manifest", fuzz::manifest),
     ("page", fuzz::page),
     ("filter", fuzz::filter),
     ("recovery", fuzz::recovery),
+    ("repair", fuzz::repair),
     ("ops", fuzz::ops),
 ];
 
