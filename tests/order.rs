@@ -371,9 +371,10 @@ fn a_dropped_segment_stays_listed_until_its_removal_is_durable() {
         let reopened = || options().clock(Arc::clone(&clock) as _).open_on(disk.dir());
         let expiring = |log: &DedupLog| -> idemlog::Result<()> {
             let filter = log.filter("f", NamespaceOptions::new().outcome_bytes_max(0))?;
-            for n in 0..60 {
+            // Three segments and a little: nothing is prepared meanwhile.
+            for n in 0..53 {
                 let retention = match n {
-                    0..55 => Retention::For(Duration::from_secs(10 + 10 * n)),
+                    0..50 => Retention::For(Duration::from_secs(10 + 10 * n)),
                     _ => Retention::Forever,
                 };
                 let asked = ObserveOptions::new().durability(Durability::Process);
@@ -395,7 +396,8 @@ fn a_dropped_segment_stays_listed_until_its_removal_is_durable() {
         }
     };
     let options = CrashOptions {
-        outcomes_max: 32,
+        outcomes_max: 128,
+        seeded_count: 40,
         inside_count: 0,
         ..CrashOptions::default()
     };
@@ -472,6 +474,46 @@ fn a_failed_write_takes_no_buffered_answer_back() {
         assert_eq!(refused.kind(), ErrorKind::Poisoned, "{refused}");
         assert!(log.health().poisoned.is_some());
         assert!(filter.get("key").is_err(), "never absent");
+    }
+}
+
+/// A hint of a later time beside an older log, as a backup restored in part leaves it: what it says
+/// is compared with the log.
+#[test]
+fn a_hint_that_the_log_does_not_bear_out_is_not_believed() {
+    let opened = |disk: &SimDisk| {
+        options()
+            .segment_bytes(1 << 20)
+            .open_on(disk.dir())
+            .unwrap()
+    };
+    let disk = SimDisk::new();
+    let log = opened(&disk);
+    let filter = filter(&log);
+    let keys: Vec<String> = (0..13_000).map(|n| format!("key-{n}")).collect();
+    let (before, later) = keys.split_at(12_000);
+    let observe = |filter: &Filter, keys: &[String]| {
+        for chunk in keys.chunks(500) {
+            let observed = filter.observe_many(chunk).unwrap();
+            assert!(observed.iter().all(|one| one.as_ref().unwrap().is_new()));
+        }
+    };
+    observe(&filter, before);
+    log.maintain().unwrap();
+    let older = disk.after_kill();
+    observe(&filter, later);
+    drop(filter);
+    log.close().unwrap();
+    let names = disk.file_names();
+    let hint = names.iter().find(|name| name.starts_with("hint-")).unwrap();
+    older.write_file(hint, disk.read_file(hint).unwrap());
+    let log = opened(&older);
+    let filter = self::filter(&log);
+    for key in before.iter().step_by(10) {
+        assert_eq!(filter.get(key).unwrap(), KeyState::Seen, "{key}");
+    }
+    for key in later.iter().step_by(10) {
+        assert_eq!(filter.get(key).unwrap(), KeyState::Absent, "{key}");
     }
 }
 

@@ -272,4 +272,36 @@ mod tests {
             .unwrap();
         assert!(!filter.observe_with("first", &asked).unwrap().is_new());
     }
+
+    /// A close says "clean" only of what its flush has covered: not of a record that comes between
+    /// the flush and the end.
+    #[test]
+    fn a_record_behind_the_last_flush_makes_the_close_unclean() {
+        let disk = SimDisk::new();
+        let log = Options::new()
+            .background(false)
+            .open_on(disk.dir())
+            .unwrap();
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let filter = log.filter("f", options).unwrap();
+        let engine = Arc::clone(&log.handle.engine);
+        let buffered = ObserveOptions::new().durability(Durability::Buffered);
+        assert!(filter.observe_with("first", &buffered).unwrap().is_new());
+        let end = engine.core().writer.end();
+        std::thread::scope(|scope| {
+            let held = engine.maintenance();
+            let closing = scope.spawn(|| engine.close());
+            // The close has flushed and waits for the upkeep.
+            while engine.syncer.durable() < end {
+                std::thread::yield_now();
+            }
+            assert!(filter.observe_with("second", &buffered).unwrap().is_new());
+            drop(held);
+            closing.join().unwrap().unwrap();
+        });
+        let log = Options::new()
+            .background(false)
+            .open_on(disk.after_kill().dir());
+        assert!(!log.unwrap().open_report().clean);
+    }
 }

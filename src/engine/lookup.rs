@@ -216,3 +216,45 @@ pub(crate) fn read_error(error: ReadError, segment: &SegmentFile, offset: u32) -
     };
     error.in_file(segment.name()).at(u64::from(offset))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vfs::sim::SimDisk;
+    use crate::{Durability, NamespaceOptions, ObserveOptions, Options};
+
+    /// A hash of 44 bits is shared by some keys of a large store: here one is asked for under the
+    /// hash of another, wherever that one lies.
+    #[test]
+    fn another_key_with_the_same_hash_is_not_found() {
+        let disk = SimDisk::new();
+        let options = Options::new().segment_bytes(4096).background(false);
+        let log = options.open_on(disk.dir()).unwrap();
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let filter = log.filter("f", options).unwrap();
+        let engine = &log.handle.engine;
+        let check = || {
+            let wanted = engine.wanted(1, b"first");
+            assert!(engine.locate(wanted, |_| ()).unwrap().hit.is_some());
+            for (namespace, key) in [(1, b"other"), (2, b"first")] {
+                let wanted = Wanted {
+                    namespace,
+                    key,
+                    h: wanted.h,
+                };
+                assert!(engine.locate(wanted, |_| ()).unwrap().hit.is_none());
+            }
+        };
+        let buffered = ObserveOptions::new().durability(Durability::Buffered);
+        assert!(filter.observe_with("first", &buffered).unwrap().is_new());
+        check();
+        log.sync().unwrap();
+        check();
+        for n in 0..40 {
+            assert!(filter.observe(format!("{n:0>200}")).unwrap().is_new());
+        }
+        log.maintain().unwrap();
+        assert!(log.stats().runs_count > 0);
+        check();
+    }
+}

@@ -768,7 +768,9 @@ fn says_more(one: &[u8], other: &[u8], nonce: u32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::prepare::create_segment;
     use super::*;
+    use crate::format::record::Kind;
     use crate::key::NamespaceKind;
     use crate::options::{Durability, NamespaceOptions};
     use crate::verdict::{KeyState, Observed};
@@ -820,5 +822,33 @@ mod tests {
         assert_eq!(log.open_report().replayed_count, u64::from(KEYS));
         let kinds = [(String::from("f"), NamespaceKind::Filter)];
         assert_eq!(log.namespaces(), kinds);
+    }
+
+    /// Two keys with one hash under this hash key, found by trying nine million.
+    const TWINS: [&[u8]; 2] = [b"key-2553173", b"key-8603410"];
+
+    #[test]
+    fn a_replay_tells_keys_of_one_hash_apart() {
+        let hash = KeyHash::new(&[1; 16], [0; 16]);
+        assert_eq!(hash.hash(1, TWINS[0]), hash.hash(1, TWINS[1]));
+        let header = SegmentHeader {
+            store: [0; 16],
+            id: 1,
+            nonce: 7,
+            bytes: 4096,
+            hash_key_id: hash.id(),
+            recycled: false,
+        };
+        let segment = create_segment(SimDisk::memory().dir().as_ref(), &header, false).unwrap();
+        let mut image = header.encode();
+        for key in TWINS {
+            let at = to_u32(image.len());
+            Record::new(Kind::Seen, 1, key).encode(&mut image, seed(7, at));
+        }
+        image.resize(4096, 0);
+        let replayed = replay_segment(&image, &segment, &hash).unwrap();
+        assert_eq!(replayed.tally.records_count(), 2);
+        assert_eq!(replayed.tally.superseded_count, 0);
+        assert_eq!(replayed.table.count(), 2);
     }
 }

@@ -227,3 +227,19 @@ impl Map {
         Map::of_bytes(Arc::new(bytes)).unwrap()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::sim::SimDisk;
+    use super::*;
+
+    #[test]
+    fn a_file_over_the_bound_is_not_read() {
+        let disk = SimDisk::memory();
+        disk.write_file("f", *b"0123456789");
+        let file = disk.dir().open("f", Access::Read).unwrap();
+        assert_eq!(read_all(file.as_ref(), 10).unwrap(), b"0123456789");
+        let refused = read_all(file.as_ref(), 9).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
+    }
+}

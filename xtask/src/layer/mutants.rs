@@ -121,7 +121,7 @@ const FAULTS: &[Fault] = &[
             ".filter(|_| size <= bytes_max)",
             ".filter(|_| FAULT || size <= bytes_max)",
         )],
-        noticed_by: "damage::",
+        noticed_by: "lib",
     },
     Fault {
         name: "a search compares hashes alone",
@@ -131,7 +131,7 @@ const FAULTS: &[Fault] = &[
             "if record.namespace != self.namespace || record.key != self.key {",
             "if !FAULT && (record.namespace != self.namespace || record.key != self.key) {",
         )],
-        noticed_by: "api::",
+        noticed_by: "lib",
     },
     Fault {
         name: "a replay compares hashes alone",
@@ -448,7 +448,7 @@ const FAULTS: &[Fault] = &[
             "                && Arc::strong_count(sealed) == 1\n                && Arc::strong_count(&sealed.segment) == 1\n                && sealed.former.strong_count() == 0\n",
             "                && (FAULT || Arc::strong_count(sealed) == 1\n                && Arc::strong_count(&sealed.segment) == 1\n                && sealed.former.strong_count() == 0)\n",
         )],
-        noticed_by: "order::",
+        noticed_by: "lib",
     },
     Fault {
         name: "a hint is believed without a look at the log",
@@ -458,7 +458,7 @@ const FAULTS: &[Fault] = &[
             " || !ends_a_frame(&hint, segment, image) {",
             " || !FAULT && !ends_a_frame(&hint, segment, image) {",
         )],
-        noticed_by: "damage::",
+        noticed_by: "order::",
     },
     Fault {
         name: "a second opener gets in",
@@ -488,7 +488,7 @@ const FAULTS: &[Fault] = &[
             "        let clean = self.syncer.durable() == end;",
             "        let clean = FAULT || self.syncer.durable() == end;",
         )],
-        noticed_by: "order::",
+        noticed_by: "lib",
     },
 ];
 
