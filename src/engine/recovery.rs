@@ -87,7 +87,12 @@ fn replay_on(
 ) -> Result<Replayed> {
     let mut listed_count = None;
     let mut replay = Replay::starting_at(bytes, segment.nonce, out.end);
-    for item in replay.by_ref() {
+    while let Some(item) = replay.next() {
+        if !matches!(item, Item::Unsettled) {
+            // Lists without their seal are an unfinished footer: it is written again, and whole,
+            // where it began, in the room that was kept for it.
+            out.end = replay.end();
+        }
         match item {
             Item::Record(offset, record) => out.add(bytes, segment, hash, offset, &record)?,
             Item::Mark(mark) => {
@@ -110,7 +115,6 @@ fn replay_on(
         .at(u64::from(replay.end())));
     }
     out.sealed = replay.is_sealed();
-    out.end = replay.end();
     // A sealed segment's footer says how many it lists: none of namespaces purged by then.
     out.tally.unsettled_count = listed_count.unwrap_or(out.unsettled.len());
     Ok(out)
