@@ -107,8 +107,10 @@ const FAULTS: &[Fault] = &[
         edits: &[(
             "src/log/replay.rs",
             "                self.not_understood = why == NEWER;\n                return None;",
-            "                if FAULT && self.at + ALIGN < self.bytes.len() {\n                    \
-             self.at += ALIGN;\n                    return self.next();\n                }\n\
+            "                while FAULT && self.at + ALIGN < self.bytes.len() {\n                    \
+             self.at += ALIGN;\n                    if let Ok((item, len)) = self.parse() {\n                        \
+             self.at += len;\n                        self.sealed = matches!(item, Item::Seal(_));\n                        \
+             return Some(item);\n                    }\n                }\n                \
              self.not_understood = why == NEWER;\n                return None;",
         )],
         noticed_by: "lib",

@@ -49,6 +49,8 @@ pub(crate) enum Fate {
     Killed(String),
     /// The tests did not end in time: the fault hangs the store.
     Hung(String),
+    /// The whole test program went down.
+    Aborted(String),
     Survived,
 }
 
@@ -58,6 +60,9 @@ struct Stage {
     filter: &'static str,
     seconds_max: u64,
 }
+
+/// How often a failed test may pass before it counts for nothing: races do not show every time.
+const REPEATS_MAX: u32 = 5;
 
 /// The quick ones first: most faults end here, and only survivors pay for the rest.
 const STAGES: [Stage; 9] = [
@@ -200,24 +205,36 @@ impl Copy {
 
     /// Switches a fault on and runs tests until one fails: the expected one first.
     pub(crate) fn fate(&self, number: u32, expected: Option<&str>) -> Fallible<Fate> {
-        if let Some(test) = expected {
-            let fate = self.run(number, test, 300)?;
-            if fate != Fate::Survived {
-                return Ok(fate);
-            }
-        }
-        for stage in STAGES {
-            let fate = self.run(number, stage.filter, stage.seconds_max)?;
-            if fate != Fate::Survived {
+        let expected = expected.map(|filter| (filter, 300));
+        let stages = STAGES.iter().map(|stage| (stage.filter, stage.seconds_max));
+        for (filter, seconds_max) in expected.into_iter().chain(stages) {
+            let fate = self.run(number, filter, seconds_max)?;
+            if fate != Fate::Survived && (number == 0 || self.is_repeated(number, &fate)?) {
                 return Ok(fate);
             }
         }
         Ok(Fate::Survived)
     }
 
+    /// A test that fails once and then no more has not noticed the fault: this machine has.
+    fn is_repeated(&self, number: u32, fate: &Fate) -> Fallible<bool> {
+        let Fate::Killed(test) = fate else {
+            return Ok(true);
+        };
+        for _ in 0..REPEATS_MAX {
+            if self.run(number, test, 300)? != Fate::Survived {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Runs the tests that a filter names; ends at the first failure.
     fn run(&self, number: u32, filter: &str, seconds_max: u64) -> Fallible<Fate> {
-        let is_lib = filter == "lib";
+        let (is_lib, filter) = match filter.strip_prefix("lib") {
+            Some(test) => (true, test.trim_start()),
+            None => (false, filter),
+        };
         let program = self
             .programs
             .iter()
@@ -227,7 +244,7 @@ impl Copy {
             })
             .ok_or("the test program is missing")?;
         let mut command = Command::new(program);
-        if !is_lib {
+        if !filter.is_empty() {
             command.arg(filter);
         }
         let mut child = command
@@ -275,7 +292,11 @@ impl Copy {
         let _joined = reader.join();
         if fate == Fate::Survived && !status.success() {
             // An abort takes the whole program down without naming a test.
-            fate = Fate::Killed(format!("{filter} ({status})"));
+            fate = Fate::Aborted(if is_lib {
+                "lib".into()
+            } else {
+                filter.to_owned()
+            });
         }
         Ok(fate)
     }
@@ -293,6 +314,7 @@ impl Fate {
         match self {
             Fate::Killed(test) => format!("`{test}`"),
             Fate::Hung(filter) => format!("`{filter}` does not end"),
+            Fate::Aborted(filter) => format!("`{filter}` aborts"),
             Fate::Survived => "**SURVIVED**".into(),
         }
     }
