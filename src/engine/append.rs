@@ -77,7 +77,9 @@ impl Engine {
         let name = core.writer.segment.name();
         let full = is_out_of_space(&source);
         let error = Error::io("writing to the log failed", source).in_file(name);
-        if core.take_back() {
+        // Alone, as every flush: taking back flushes, too. Whoever holds this takes no other lock.
+        let _one_at_a_time = self.syncer.alone();
+        if self.poisoned().is_none() && core.take_back() {
             self.syncer.taken_back(core.writer.written());
             return Err(error);
         }

@@ -28,6 +28,7 @@ pub(crate) mod run_once;
 mod runs;
 mod salvage;
 mod seal;
+mod settle;
 mod space;
 mod sweep;
 pub(crate) mod ticket;

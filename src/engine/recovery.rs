@@ -13,24 +13,24 @@
 //! D. A damaged or foreign directory is never replaced by a fresh store.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, RwLock};
 
 use super::Engine;
 use super::background::Signals;
-use super::catalog::{Catalog, remove_if_there};
+use super::catalog::Catalog;
 use super::core::{Core, Frozen, KnownNamespace, Sealed, Tally, UnsettledEntry, View, to_seconds};
 use super::hint::read_hint;
 use super::open::{find_orphans, open_segment, remove_orphans};
 use super::poison::Poison;
 use super::runs::{SealedSegment, install_sealed, open_run, open_sealed};
+use super::settle::{finish_writing_anew, read_image, settle_segment};
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::Manifest;
 use crate::format::names::FileName;
 use crate::format::record::{Frame, Record, footer_bytes, seed};
-use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{to_u32, to_usize};
 use crate::index::KeyHash;
 use crate::index::active::ActiveTable;
@@ -44,7 +44,7 @@ use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, next_generation};
 use crate::stats::{Counters, OpenReport};
-use crate::vfs::{Access, Dir, File, Lock, read_all};
+use crate::vfs::{Access, Dir, Lock};
 
 /// One segment read back into a table.
 #[derive(Debug)]
@@ -640,17 +640,6 @@ fn settle_log(dir: &dyn Dir, gathered: &Gathered, report: &mut OpenReport) -> Re
     Ok(())
 }
 
-/// Reads a whole segment: one at a time is in memory. Bytes that a shorter file lacks are zeros,
-/// those that a longer one has are nobody's.
-pub(super) fn read_image(segment: &SegmentFile) -> Result<Vec<u8>> {
-    let mut image = vec![0; to_usize(segment.bytes)];
-    segment
-        .file()
-        .and_then(|file| file.read_at(&mut image, 0))
-        .map_err(|e| Error::io("reading a segment failed", e).in_file(segment.name()))?;
-    Ok(image)
-}
-
 /// Tells an unfinished tail from damage (B).
 fn check_end(active: &SegmentFile, replayed: &Replayed, proven: Position) -> Result<()> {
     let end = Position::new(active.id, replayed.end);
@@ -667,114 +656,12 @@ fn check_end(active: &SegmentFile, replayed: &Replayed, proven: Position) -> Res
     Ok(())
 }
 
-/// Makes the valid prefix of an unsealed segment, and zeros behind it, all that the device holds:
-/// the bytes read before may be in the page cache only (A). Returns how many bytes of unfinished
-/// writes were cut; old bytes of a recycled file do not count.
-fn settle_segment(
-    dir: &dyn Dir,
-    segment: &SegmentFile,
-    valid: u32,
-    proven: Position,
-) -> Result<u64> {
-    let image = read_image(segment)?;
-    let failed = |e| Error::io("settling the end of the log failed", e).in_file(segment.name());
-    let file = segment.file().map_err(failed)?;
-    if file.size().map_err(failed)? != u64::from(segment.bytes) {
-        file.set_len(u64::from(segment.bytes)).map_err(failed)?;
-    }
-    file.sync().map_err(failed)?;
-    let (prefix, behind) = image
-        .split_at_checked(to_usize(valid))
-        .unwrap_or((&image, &[]));
-    let from = match proven.segment().cmp(&segment.id) {
-        std::cmp::Ordering::Less => 0,
-        std::cmp::Ordering::Equal => to_usize(proven.offset()).min(prefix.len()),
-        std::cmp::Ordering::Greater => prefix.len(),
-    };
-    let junk = behind
-        .iter()
-        .rposition(|b| *b != 0)
-        .map_or(0, |last| last + 1);
-    let unproven = image.get(from..prefix.len() + junk).unwrap_or_default();
-    if file.holds(unproven, from as u64).map_err(failed)? == Some(true) {
-        if junk > 0 {
-            file.write_at(&vec![0; junk], u64::from(valid))
-                .map_err(failed)?;
-            file.sync().map_err(failed)?;
-        }
-    } else {
-        write_anew(dir, segment, prefix)?;
-    }
-    Ok(if segment.recycled { 0 } else { junk as u64 })
-}
-
-/// Gives a segment new blocks: a copy of its prefix is made durable beside it, then it is cut to
-/// nothing and written again, and the copy goes. Killed on the way, the next open finds the copy.
-fn write_anew(dir: &dyn Dir, segment: &SegmentFile, prefix: &[u8]) -> Result<()> {
-    let copy = FileName::SegmentCopy(segment.id).to_string();
-    let write = || {
-        remove_if_there(dir, &copy)?;
-        let file = dir.open(&copy, Access::Create)?;
-        file.write_at(prefix, 0)?;
-        file.sync()?;
-        dir.sync()?;
-        fill_anew(segment.file()?.as_ref(), segment.bytes, prefix)?;
-        remove_if_there(dir, &copy)
-    };
-    write().map_err(|e| Error::io("writing a segment anew failed", e).in_file(segment.name()))
-}
-
-/// Writes a whole file into new blocks.
-fn fill_anew(file: &dyn File, bytes: u32, prefix: &[u8]) -> io::Result<()> {
-    let mut whole = prefix.to_vec();
-    whole.resize(to_usize(bytes), 0);
-    file.set_len(0)?;
-    file.set_len(u64::from(bytes))?;
-    file.write_at(&whole, 0)?;
-    file.sync()
-}
-
-/// Goes on where an open was stopped that was writing a segment anew: if the copy beside it says
-/// more than the segment, the segment was cut already. A copy that is not whole says less.
-fn finish_writing_anew(dir: &dyn Dir, manifest: &Manifest, hash_key_id: u64) -> Result<()> {
-    for entry in manifest.segments.iter().filter(|s| s.sealed.is_none()) {
-        let copy = FileName::SegmentCopy(entry.id).to_string();
-        let name = FileName::Segment(entry.id).to_string();
-        let failed = |e| Error::io("finishing an interrupted open failed", e).in_file(name.clone());
-        let saved = match dir.open(&copy, Access::Read) {
-            Ok(file) => read_all(file.as_ref(), u64::from(entry.bytes)).map_err(failed)?,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
-            Err(error) => return Err(failed(error)),
-        };
-        let header = SegmentHeader::decode(&saved).ok();
-        let is_own = header.is_some_and(|header| {
-            header.store == manifest.store
-                && header.hash_key_id == hash_key_id
-                && (header.id, header.nonce, header.bytes) == (entry.id, entry.nonce, entry.bytes)
-        });
-        let file = dir.open(&name, Access::Write).map_err(failed)?;
-        let cut = read_all(file.as_ref(), u64::from(entry.bytes)).map_err(failed)?;
-        if is_own && says_more(&saved, &cut, entry.nonce) {
-            fill_anew(file.as_ref(), entry.bytes, &saved).map_err(failed)?;
-        }
-    }
-    Ok(())
-}
-
-fn says_more(one: &[u8], other: &[u8], nonce: u32) -> bool {
-    let end = |bytes: &[u8]| {
-        let mut replay = Replay::new(bytes, nonce);
-        replay.by_ref().for_each(drop);
-        replay.end()
-    };
-    SegmentHeader::decode(other).is_err() || end(one) > end(other)
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::prepare::create_segment;
     use super::*;
     use crate::format::record::Kind;
+    use crate::format::segment::SegmentHeader;
     use crate::key::NamespaceKind;
     use crate::options::{Durability, NamespaceOptions};
     use crate::verdict::{KeyState, Observed};

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 
+use super::settle::{is_cut, read_copy};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::hint::{HINT_BYTES_MAX, Hint};
 use crate::format::manifest::{Manifest, SealedEntry};
@@ -337,15 +338,17 @@ impl Image {
         };
         let len = to_usize(source.bytes.min(SEGMENT_BYTES_MAX));
         let (bytes, refused) = read_around(file.as_ref(), len, &name)?;
-        let is_own = SegmentHeader::decode(&bytes).is_ok_and(|header| {
-            header.store == store
-                && header.id == source.id
-                && source.nonce.is_none_or(|nonce| nonce == header.nonce)
-        });
+        if let Some(copy) = copy_of_cut(dir, source, store, &bytes) {
+            return Ok(Image {
+                bytes: copy,
+                refused: Vec::new(),
+                is_own: true,
+            });
+        }
         Ok(Image {
+            is_own: is_of(&bytes, source, store),
             bytes,
             refused,
-            is_own,
         })
     }
 
@@ -358,6 +361,22 @@ impl Image {
     fn refused_end(&self) -> u32 {
         self.refused.last().map_or(0, |range| range.end)
     }
+}
+
+fn is_of(bytes: &[u8], source: &Source, store: StoreId) -> bool {
+    SegmentHeader::decode(bytes).is_ok_and(|header| {
+        header.store == store
+            && header.id == source.id
+            && source.nonce.is_none_or(|nonce| nonce == header.nonce)
+    })
+}
+
+/// Returns the copy beside a segment that an open was writing anew when it was stopped.
+fn copy_of_cut(dir: &dyn Dir, source: &Source, store: StoreId, bytes: &[u8]) -> Option<Vec<u8>> {
+    let nonce = source.nonce.filter(|_| source.sealed.is_none())?;
+    let copy = read_copy(dir, source.id).ok()??;
+    let cut = is_of(&copy, source, store) && is_cut(bytes, &copy, source.id, nonce);
+    cut.then_some(copy)
 }
 
 /// Reads up to `len` bytes, and says where the device refused: zeros stand for that.

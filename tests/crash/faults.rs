@@ -246,3 +246,47 @@ fn what_was_taken_back_does_not_come_back_after_a_power_cut() {
         }
     }
 }
+
+/// P2, C: an open that finds records in the cache that the device does not hold writes their
+/// segment anew. Stopped anywhere in that, the next open has every record that a kill must leave,
+/// and after a power cut every record that was durable.
+#[test]
+fn an_open_that_writes_a_segment_anew_can_be_stopped_anywhere() {
+    let level = Durability::Process;
+    let disk = created(level);
+    let mut crew = reopen(&disk, promised(level));
+    crew.observe(b"durable", None, Durability::Power).unwrap();
+    for n in 0..8 {
+        crew.observe(&super::long_key(n), None, level).unwrap();
+    }
+    let fault = Fault::once(disk.steps(), FaultKind::Io).on_sync(SyncFailure::StuckSectors);
+    disk.fail(fault.only(idemlog::testing::sim::Op::Sync));
+    crew.observe(b"refused", None, Durability::Power)
+        .unwrap_err();
+    let (promised, _) = crew.close();
+    let left = disk.after_kill();
+    let open = |disk: &SimDisk| {
+        if let Ok(crew) = super::Crew::open(disk, copy(&promised)) {
+            drop(crew.close());
+        }
+    };
+    let whole = left.after_kill();
+    open(&whole);
+    let log = whole.step_log();
+    assert!(log.iter().any(|line| line.ends_with(".copy")), "{log:?}");
+    let options = super::CrashOptions {
+        recycled_count: 2,
+        ..super::crash_options(&left)
+    };
+    let mut cuts = 0;
+    let totals = super::for_each_crash_point(&options, open, |state| {
+        let killed = super::is_kill(state.kind);
+        cuts += usize::from(!killed);
+        // A repair in place of the next open finds the copy, too.
+        let report = idemlog::Repair::of("simulated").dry_run_on(state.disk.dir().as_ref());
+        assert_eq!(report.unwrap().lost_count, 0);
+        check(&state.disk, copy(&promised), killed, true);
+    });
+    println!("crash: scenario=anew level={level:?} {totals:?}");
+    assert!(cuts > 50, "{totals:?}");
+}
