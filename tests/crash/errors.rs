@@ -59,6 +59,9 @@ fn all_faults(lines: &[String], reads: u64) -> Vec<Fault> {
                     ("sync" | "sync_dir", _) => {
                         faults.extend(SYNC_FAILURES.map(|sync| fault.on_sync(sync)));
                     }
+                    ("write", FaultKind::Short | FaultKind::Interrupted) => {
+                        faults.push(fault.only(Op::Write));
+                    }
                     ("write", _) => {
                         let half = bytes.map_or(0, |bytes: usize| bytes / 2);
                         faults.extend([fault, fault.after_bytes(half)]);
@@ -71,7 +74,11 @@ fn all_faults(lines: &[String], reads: u64) -> Vec<Fault> {
     }
     for k in 0..reads {
         for kind in FaultKind::ALL {
-            faults.extend([Fault::once(k, kind).reads(), Fault::sticky(k, kind).reads()]);
+            let once = Fault::once(k, kind).reads();
+            faults.extend(match kind {
+                FaultKind::Short | FaultKind::Interrupted => vec![once.only(Op::Read)],
+                _ => vec![once, Fault::sticky(k, kind).reads()],
+            });
         }
     }
     faults
@@ -169,7 +176,8 @@ fn judge_result(fault: &Fault, result: &Result<()>) {
         judge_kind(fault, error);
     }
     // A short or interrupted transfer is nobody's business.
-    if fault.error == FaultKind::Short {
+    let is_transfer = matches!(fault.only, Some(Op::Read | Op::Write));
+    if is_transfer && matches!(fault.error, FaultKind::Short | FaultKind::Interrupted) {
         result.as_ref().unwrap();
     }
 }
