@@ -75,9 +75,9 @@ const FAULTS: &[Fault] = &[
         name: "an open trusts the page cache",
         breaks: "P2, I9",
         edits: &[(
-            "src/engine/recovery.rs",
-            "if proven < end && !unproven.is_empty() {",
-            "if !FAULT && proven < end && !unproven.is_empty() {",
+            "src/engine/settle.rs",
+            "    if file.holds(unproven",
+            "    if FAULT || file.holds(unproven",
         )],
         noticed_by: "crash::",
     },
@@ -416,9 +416,9 @@ const FAULTS: &[Fault] = &[
         name: "what lies behind the end of the log is left there",
         breaks: "P4, I8",
         edits: &[(
-            "src/engine/recovery.rs",
-            "    if junk > 0 {\n",
-            "    if !FAULT && junk > 0 {\n",
+            "src/engine/settle.rs",
+            "        if junk > 0 {\n",
+            "        if !FAULT && junk > 0 {\n",
         )],
         noticed_by: "order::",
     },
@@ -437,8 +437,8 @@ const FAULTS: &[Fault] = &[
         breaks: "I8",
         edits: &[(
             "src/engine/prepare.rs",
-            "        let nonce = random_u32()?;",
-            "        let nonce = if FAULT { self.core().writer.segment.nonce } else { random_u32()? };",
+            "        let nonce = random_u32(self.dir.as_ref())?;",
+            "        let nonce = if FAULT { self.core().writer.segment.nonce } else { random_u32(self.dir.as_ref())? };",
         )],
         noticed_by: "order::",
     },
@@ -451,6 +451,36 @@ const FAULTS: &[Fault] = &[
             "                && (FAULT || Arc::strong_count(sealed) == 1\n                && Arc::strong_count(&sealed.segment) == 1\n                && sealed.former.strong_count() == 0)\n",
         )],
         noticed_by: "lib",
+    },
+    Fault {
+        name: "a hint is written of what is not durable",
+        breaks: "I1, I8",
+        edits: &[(
+            "src/engine/hint.rs",
+            "            if end != durable\n",
+            "            if (!FAULT && end != durable)\n",
+        )],
+        noticed_by: "crash::upkeep::hints",
+    },
+    Fault {
+        name: "a push of time by the wall clock is not durable before it decides",
+        breaks: "P8",
+        edits: &[(
+            "src/engine/mod.rs",
+            "        self.edit_manifest_at(anchor, |_| ())?;",
+            "        if !FAULT || confirmed {\n            self.edit_manifest_at(anchor, |_| ())?;\n        }",
+        )],
+        noticed_by: "crash::",
+    },
+    Fault {
+        name: "an open does not finish a segment that was being written anew",
+        breaks: "I10",
+        edits: &[(
+            "src/engine/recovery.rs",
+            "    finish_writing_anew(dir.as_ref(), &manifest, hash.id())?;",
+            "    if !FAULT {\n        finish_writing_anew(dir.as_ref(), &manifest, hash.id())?;\n    }",
+        )],
+        noticed_by: "crash::faults::",
     },
     Fault {
         name: "a hint is believed without a look at the log",
