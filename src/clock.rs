@@ -9,6 +9,7 @@
 //!    confirms it.
 
 use std::fmt;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// How far ahead the wall clock may push trusted time within one boot: 5 minutes.
@@ -41,13 +42,15 @@ pub struct SystemClock;
 
 impl Clock for SystemClock {
     fn read(&self) -> Reading {
+        use rustix::time::{ClockId, clock_gettime};
+        // The wall clock as of the newest tick, some milliseconds old, takes a third of the time.
         #[cfg(target_os = "linux")]
-        let boot_clock = rustix::time::ClockId::Boottime;
+        let (wall_clock, boot_clock) = (ClockId::RealtimeCoarse, ClockId::Boottime);
         #[cfg(not(target_os = "linux"))]
-        let boot_clock = rustix::time::ClockId::Monotonic;
+        let (wall_clock, boot_clock) = (ClockId::Realtime, ClockId::Monotonic);
         Reading {
-            wall_ms: to_ms(rustix::time::clock_gettime(rustix::time::ClockId::Realtime)),
-            boot_ms: to_ms(rustix::time::clock_gettime(boot_clock)),
+            wall_ms: to_ms(clock_gettime(wall_clock)),
+            boot_ms: to_ms(clock_gettime(boot_clock)),
         }
     }
 
@@ -165,6 +168,9 @@ pub(crate) struct Now {
 pub(crate) struct TrustedTime {
     boot_id: [u8; 16],
     state: Mutex<State>,
+    /// The state for who only reads: each is right at some moment; trusted time rests on one.
+    ahead_ms: AtomicI64,
+    slack_left_ms: AtomicU64,
 }
 
 #[derive(Debug)]
@@ -201,23 +207,35 @@ impl TrustedTime {
             ahead_ms,
             slack_used_ms,
         };
-        TrustedTime {
+        let time = TrustedTime {
             boot_id,
+            ahead_ms: AtomicI64::default(),
+            slack_left_ms: AtomicU64::default(),
             state: Mutex::new(state),
-        }
+        };
+        time.publish(&time.state());
+        time
+    }
+
+    /// Shows a change of the state to who only reads. Relaxed: no other memory goes with it.
+    fn publish(&self, state: &State) {
+        let ahead = i64::try_from(state.ahead_ms).unwrap_or(i64::MAX);
+        self.ahead_ms.store(ahead, Ordering::Relaxed);
+        self.slack_left_ms
+            .store(slack_left(state), Ordering::Relaxed);
     }
 
     /// Reads the time.
     pub(crate) fn now(&self, clock: &dyn Clock) -> Now {
         let reading = clock.read();
-        let state = self.state();
-        let trusted_ms = trusted_at(&state, reading.boot_ms);
+        let ahead = i128::from(self.ahead_ms.load(Ordering::Relaxed));
+        let trusted_ms = trusted_at(ahead, reading.boot_ms);
         let lead = reading.wall_ms.saturating_sub(trusted_ms);
         Now {
             trusted_ms,
             boot_ms: reading.boot_ms,
             latest_ms: trusted_ms.max(reading.wall_ms),
-            suspect: lead > slack_left(&state).max(PUSH_MS_MIN),
+            suspect: lead > self.slack_left_ms.load(Ordering::Relaxed).max(PUSH_MS_MIN),
         }
     }
 
@@ -229,7 +247,7 @@ impl TrustedTime {
         let lead = reading
             .wall_ms
             .min(u64::MAX / 4)
-            .saturating_sub(trusted_at(&state, reading.boot_ms));
+            .saturating_sub(trusted_at(state.ahead_ms, reading.boot_ms));
         let due = confirmed || lead <= slack_left(&state);
         (due && lead >= PUSH_MS_MIN).then_some(lead)
     }
@@ -241,6 +259,7 @@ impl TrustedTime {
         if !confirmed {
             state.slack_used_ms = state.slack_used_ms.saturating_add(push_ms);
         }
+        self.publish(&state);
     }
 
     /// A panic elsewhere does not tear the state: every change is complete under the lock.
@@ -257,6 +276,7 @@ impl TrustedTime {
             let used = u64::try_from(ahead - state.ahead_ms).unwrap_or(u64::MAX);
             state.slack_used_ms = state.slack_used_ms.saturating_add(used).min(SLACK_MS);
             state.ahead_ms = ahead;
+            self.publish(&state);
         }
     }
 
@@ -278,8 +298,8 @@ fn slack_left(state: &State) -> u64 {
     SLACK_MS - state.slack_used_ms.min(SLACK_MS)
 }
 
-fn trusted_at(state: &State, boot_ms: u64) -> u64 {
-    u64::try_from((state.ahead_ms + i128::from(boot_ms)).max(0)).unwrap_or(u64::MAX)
+fn trusted_at(ahead_ms: i128, boot_ms: u64) -> u64 {
+    u64::try_from((ahead_ms + i128::from(boot_ms)).max(0)).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -12,7 +12,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::clock::ManualClock;
-use crate::format::filter;
+use crate::format::filter::{self, FilterKind};
+use crate::format::fuse;
 use crate::format::hint::Hint;
 use crate::format::le::{put_crc_at_end, set_u32};
 use crate::format::manifest::Manifest;
@@ -164,17 +165,40 @@ fn map(bytes: &[u8]) -> Option<Map> {
     disk.dir().open("f", Access::Read).ok()?.map().ok()
 }
 
+fn ask_fuse(body: &[u8], partitions_count: u32, h: u64) {
+    let Ok((partitions, all)) = fuse::decode_table(body, partitions_count) else {
+        return;
+    };
+    let number = fuse::partition_of(h, partitions_count);
+    let Some(partition) = partitions.get(number) else {
+        return;
+    };
+    if let Some(fingerprints) = partition.fingerprints(all) {
+        partition.may_contain(fingerprints, h);
+    }
+    partition.first_at(h);
+}
+
 /// Filter files and hints, with the checksum as given and with the right one.
 pub fn filter(data: &[u8]) {
-    let mut fixed = data.get(..60).unwrap_or(data).to_vec();
-    let blocks = data.get(64..).unwrap_or_default();
-    set_u32(&mut fixed, 52, crc32fast::hash(blocks));
-    put_crc_at_end(&mut fixed);
-    fixed.extend_from_slice(blocks);
-    for bytes in [data, &fixed] {
+    let body = data.get(64..).unwrap_or_default();
+    let table = body.get(..fuse::ENTRY_BYTES).unwrap_or(body);
+    let fixed = [body, table].map(|summed| {
+        let mut fixed = data.get(..60).unwrap_or(data).to_vec();
+        set_u32(&mut fixed, 52, crc32fast::hash(summed));
+        put_crc_at_end(&mut fixed);
+        fixed.extend_from_slice(body);
+        fixed
+    });
+    for bytes in [data, &fixed[0], &fixed[1]] {
         if let Ok((header, body)) = filter::decode(bytes, 0) {
             for h in (0..64).map(|n| n << 38) {
-                filter::may_contain(body, header.blocks_count, h);
+                match header.kind {
+                    FilterKind::Bloom => {
+                        filter::may_contain(body, header.parts_count, h);
+                    }
+                    FilterKind::Fuse => ask_fuse(body, header.parts_count, h),
+                }
             }
         }
     }

@@ -561,3 +561,35 @@ fn merges_called_from_many_threads_are_one_at_a_time() {
         }
     }
 }
+
+/// Story: the keys of a batch were searched one after the other while runs were merged. The first
+/// of a repeat was found to rest on a list of runs that was gone, the second on the new one: the
+/// second was told that it is new, and the first that it is a duplicate.
+#[test]
+fn the_first_of_a_repeat_is_new_whatever_is_sealed_meanwhile() {
+    const BATCHES: usize = 150;
+    let disk = SimDisk::memory();
+    let options = options(4096).durability(Durability::Buffered);
+    let log = Arc::new(options.open_on(disk.dir()).unwrap());
+    let filter = log.filter("f", small()).unwrap();
+    let is_over = AtomicBool::new(false);
+    together(2, move |thread| {
+        if thread == 1 {
+            for n in 0.. {
+                if is_over.load(Ordering::SeqCst) {
+                    return;
+                }
+                assert!(filter.observe(format!("other-{n:0>200}")).unwrap().is_new());
+                log.maintain().unwrap();
+            }
+        }
+        for batch in 0..BATCHES {
+            let keys: Vec<String> = (0..60).map(|n| format!("{batch}-{}", n % 30)).collect();
+            let answers = filter.observe_many(&keys).unwrap();
+            for (n, answer) in answers.into_iter().enumerate() {
+                assert_eq!(answer.unwrap().is_new(), n < 30, "batch {batch}, key {n}");
+            }
+        }
+        is_over.store(true, Ordering::SeqCst);
+    });
+}

@@ -166,7 +166,10 @@ const CONFINED: [(&str, &[&str]); 9] = [
     ("Instant::now", &["src/clock.rs", "src/bin/"]),
     ("clock_gettime", &["src/clock.rs", "src/bin/"]),
     ("thread::sleep", &[]),
-    ("unsafe {", &["src/vfs/map.rs", "src/index/prefetch.rs"]),
+    (
+        "unsafe {",
+        &["src/vfs/map.rs", "src/vfs/fork.rs", "src/index/prefetch.rs"],
+    ),
     ("static mut", &[]),
 ];
 

@@ -242,7 +242,7 @@ impl Engine {
         synced?;
         // Whatever was appended between the flush and the mark above is not durable: not clean.
         let clean = self.syncer.durable() == end;
-        if std::process::id() != self.pid {
+        if !self.home.is_at_home() {
             return Ok(());
         }
         if clean {

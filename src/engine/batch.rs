@@ -7,9 +7,9 @@ use super::claim::{ClaimVerdict, Commit, Committable, Committed, commit_step};
 use super::class::EffectClass;
 use super::core::{Core, Need, Older, Room};
 use super::handle::Handle;
-use super::lookup::{Located, Wanted};
+use super::lookup::{Completed, Searched, Snapshot, Wanted};
 use super::namespace::{Answer, ClaimOptions, Namespace, Space};
-use super::update::{Attempt, Decided, Levels, Step};
+use super::update::{Attempt, Decided, Levels, Search, Step};
 use super::{Engine, check_open};
 use crate::clock::Now;
 use crate::error::{Error, Result};
@@ -105,15 +105,18 @@ impl Filter {
         check_key(key)?;
         let engine = &self.handle.engine;
         let wanted = engine.wanted(self.space.id, key);
+        let mut in_file = false;
         loop {
-            let located = engine.locate(wanted, |_| ())?;
+            let snapshot = engine.snapshot(wanted.h);
+            let searched = engine.search(&snapshot, wanted, in_file, &|_| ())?;
             let now = engine.now();
             let asked = self.observation(options, &now);
             let mut core = engine.core();
             engine.check_writable(&core)?;
             core.check_namespace(&self.space)?;
-            match self.observe_one(&mut core, wanted, &located, &now, asked) {
+            match self.observe_one(&mut core, &snapshot, wanted, searched, &now, asked) {
                 One::Again => {}
+                One::InFile => in_file = true,
                 One::Refused(error) => return Err(error),
                 One::NoRoom(room) => {
                     drop(core);
@@ -155,25 +158,16 @@ impl Filter {
         options: &ObserveOptions,
     ) -> Result<Vec<Result<Observed>>> {
         let engine = &self.handle.engine;
-        let mut answers: Vec<Option<Result<Observed>>> = keys
+        let mut items: Vec<Item<'_, Observed>> = keys
             .iter()
-            .map(|key| check_key(key.as_ref()).err().map(Err))
+            .map(|key| Item::new(engine, &self.space, key.as_ref()))
             .collect();
         let level = engine.level(self.space.options.durability, options.durability);
         let mut rests: Option<Rests> = None;
         let mut written = Written::default();
-        while answers.iter().any(Option::is_none) {
-            let mut located = Vec::with_capacity(keys.len());
-            for (key, answer) in keys.iter().zip(&answers) {
-                located.push(match answer {
-                    Some(_) => None,
-                    None => {
-                        let wanted = engine.wanted(self.space.id, key.as_ref());
-                        let found = engine.locate(wanted, |_| ());
-                        Some((wanted, found.map_err(|e| written.error(e))?))
-                    }
-                });
-            }
+        while items.iter().any(Item::is_open) {
+            let snapshot = engine.snapshot_many(&mut items);
+            let searched = engine.search_many(&snapshot, &mut items, &|_| ());
             let now = engine.now();
             let asked = self.observation(options, &now);
             let mut no_room = None;
@@ -182,14 +176,17 @@ impl Filter {
                 let checked = engine.check_writable(&core);
                 let checked = checked.and_then(|()| core.check_namespace(&self.space));
                 checked.map_err(|e| written.error(e))?;
-                for (answer, located) in answers.iter_mut().zip(&located) {
-                    let Some((wanted, located)) = located else {
+                let mut ahead = Ahead::new(&items);
+                for (item, searched) in items.iter_mut().zip(searched) {
+                    ahead.fetch_table(&core);
+                    let Some(searched) = searched else {
                         continue;
                     };
-                    match self.observe_one(&mut core, *wanted, located, &now, asked) {
-                        // A repeat inside the batch is found in the next pass.
-                        One::Again => {}
-                        One::Refused(error) => *answer = Some(Err(error)),
+                    match self.observe_one(&mut core, &snapshot, item.wanted, searched, &now, asked)
+                    {
+                        // Whoever comes first in the batch comes first: the rest waits, too.
+                        One::Again | One::InFile => break,
+                        One::Refused(error) => item.answer = Some(Err(error)),
                         One::NoRoom(room) => {
                             no_room = Some(room);
                             break;
@@ -199,7 +196,7 @@ impl Filter {
                             rests: on,
                             appended,
                         } => {
-                            *answer = Some(Ok(observed));
+                            item.answer = Some(Ok(observed));
                             rests = later(rests, on);
                             written.now |= appended;
                         }
@@ -217,7 +214,8 @@ impl Filter {
             let ensured = engine.ensure(rests.end, rests.failures, level);
             ensured.map_err(|e| written.error_of_wait(e))?;
         }
-        let answers: Vec<Result<Observed>> = answers.into_iter().flatten().collect();
+        let answers: Vec<Result<Observed>> =
+            items.into_iter().filter_map(|item| item.answer).collect();
         answers
             .iter()
             .flatten()
@@ -303,15 +301,20 @@ impl Filter {
     fn observe_one(
         &self,
         core: &mut Core,
+        snapshot: &Snapshot,
         wanted: Wanted<'_>,
-        located: &Located<()>,
+        searched: Searched<()>,
         now: &Now,
         asked: Observation,
     ) -> One {
-        if !located.is_current(core, wanted.h) {
-            return One::Again;
-        }
-        let older = located.hit.as_ref().map(|hit| hit.older);
+        let engine = &self.handle.engine;
+        let hit = match engine.complete(core, snapshot, wanted, searched, &|_| ()) {
+            Ok(Completed::Current(hit)) => hit,
+            Ok(Completed::Changed) => return One::Again,
+            Ok(Completed::InFile) => return One::InFile,
+            Err(error) => return One::Refused(error),
+        };
+        let older = hit.map(|hit| hit.older);
         let known = older.filter(|older| is_remembered(older, now));
         let longer = |older: &Older| {
             older.expires_at_s != 0
@@ -323,7 +326,7 @@ impl Filter {
             core.rest_on(known.position, asked.level);
             let rests = Rests {
                 end: known.position.after(),
-                failures: located.failures,
+                failures: FailureCount::new(core.failures),
             };
             return One::Observed {
                 observed: Observed::Duplicate,
@@ -336,7 +339,6 @@ impl Filter {
         record.parts.inherit_s = core.inherit(older, now.trusted_ms);
         let frame_bytes = record.frame_bytes();
         // Forgotten and sliding keys are not new to the store, but they are to its bound.
-        let engine = &self.handle.engine;
         if let Err(error) = engine.check_frame(frame_bytes) {
             return One::Refused(error);
         }
@@ -373,9 +375,65 @@ enum One {
         appended: bool,
     },
     Again,
+    /// A record of the active segment must be read from its file first.
+    InFile,
     NoRoom(Room),
-    /// No segment could hold the record.
+    /// No segment could hold the record, or the key's own could not be read.
     Refused(Error),
+}
+
+/// One key of a batch.
+struct Item<'a, R> {
+    wanted: Wanted<'a>,
+    in_file: bool,
+    answer: Option<Result<R>>,
+}
+
+impl<'a, R> Item<'a, R> {
+    /// A bad key is answered at once.
+    fn new(engine: &Engine, space: &Space, key: &'a [u8]) -> Self {
+        Item {
+            wanted: engine.wanted(space.id, key),
+            in_file: false,
+            answer: check_key(key).err().map(Err),
+        }
+    }
+
+    fn is_open(&self) -> bool {
+        self.answer.is_none()
+    }
+}
+
+/// Has the processor fetch what the keys some places further on will need: while one key waits
+/// for memory, so do the next ones.
+struct Ahead {
+    hashes: Vec<u64>,
+    next: usize,
+}
+
+/// How far: more lines than this are not fetched at a time.
+const AHEAD: usize = 12;
+
+impl Ahead {
+    fn new<R>(items: &[Item<'_, R>]) -> Self {
+        Ahead {
+            hashes: items.iter().map(|item| item.wanted.h).collect(),
+            next: 0,
+        }
+    }
+
+    /// Calls `fetch` for the hashes that have come near since the last call.
+    fn fetch(&mut self, fetch: impl Fn(u64)) {
+        let count = if self.next == 0 { AHEAD } else { 1 };
+        for h in self.hashes.iter().skip(self.next).take(count) {
+            fetch(*h);
+        }
+        self.next += count;
+    }
+
+    fn fetch_table(&mut self, core: &Core) {
+        self.fetch(|h| core.table.prefetch(h));
+    }
 }
 
 fn is_remembered(older: &Older, now: &Now) -> bool {
@@ -472,38 +530,59 @@ impl Engine {
         keys: &[&[u8]],
         levels: Levels,
         answers: &mut Vec<Option<Result<Decided<R>>>>,
+        decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
+        retention: impl Fn(usize) -> Retention,
+    ) -> Result<()> {
+        let mut items: Vec<Item<'_, Decided<R>>> =
+            keys.iter().map(|key| Item::new(self, space, key)).collect();
+        let done = self.decide_many(space, &mut items, levels, decide, retention);
+        answers.extend(items.into_iter().map(|item| item.answer));
+        done
+    }
+
+    fn decide_many<R>(
+        &self,
+        space: &Space,
+        items: &mut [Item<'_, Decided<R>>],
+        levels: Levels,
         mut decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
         retention: impl Fn(usize) -> Retention,
     ) -> Result<()> {
-        answers.extend(keys.iter().map(|key| check_key(key).err().map(Err)));
         let mut rests = Resting::default();
         let mut written = Written::default();
-        while answers.iter().any(Option::is_none) {
-            let located = self.locate_many(space, keys, answers);
-            let located = located.map_err(|e| written.error(e))?;
+        while items.iter().any(Item::is_open) {
+            let snapshot = self.snapshot_many(items);
+            let searched = self.search_many(&snapshot, items, &Entry::of_record);
             let now = self.now();
             let mut no_room = None;
             {
                 let mut core = self.core();
                 let checked = self.check_writable(&core);
                 checked.map_err(|e| written.error(e))?;
-                for (index, (answer, located)) in answers.iter_mut().zip(&located).enumerate() {
-                    let Some((wanted, located)) = located else {
+                let mut ahead = Ahead::new(items);
+                for (index, (item, searched)) in items.iter_mut().zip(searched).enumerate() {
+                    ahead.fetch_table(&core);
+                    let Some(searched) = searched else {
                         continue;
+                    };
+                    let search = Search {
+                        snapshot: &snapshot,
+                        wanted: item.wanted,
+                        searched,
                     };
                     let mut decide = |entry: Option<&Entry>, env: &Env| decide(index, entry, env);
                     let tried = self.attempt(
                         &mut core,
                         space,
-                        *wanted,
-                        located,
+                        search,
                         now,
                         retention(index),
                         levels.answer,
                         &mut decide,
                     );
                     match tried {
-                        Ok(Attempt::Again) => {}
+                        // Whoever comes first in the batch comes first: the rest waits, too.
+                        Ok(Attempt::Again | Attempt::InFile) => break,
                         Ok(Attempt::NoRoom(room)) => {
                             no_room = Some(room);
                             break;
@@ -515,9 +594,9 @@ impl Engine {
                         }) => {
                             rests.add(decided.written.is_some(), Rests { end, failures });
                             written.now |= decided.written.is_some();
-                            *answer = Some(Ok(decided));
+                            item.answer = Some(Ok(decided));
                         }
-                        Err(error) => *answer = Some(Err(error)),
+                        Err(error) => item.answer = Some(Err(error)),
                     }
                 }
                 let finished = self.finish_append(&mut core, levels.write);
@@ -537,27 +616,42 @@ impl Engine {
         Ok(())
     }
 
-    #[expect(
-        clippy::type_complexity,
-        reason = "a private pair of key and search result"
-    )]
-    fn locate_many<'a, R>(
-        &self,
-        space: &Space,
-        keys: &[&'a [u8]],
-        answers: &[Option<R>],
-    ) -> Result<Vec<Option<(Wanted<'a>, Located<Entry>)>>> {
-        let mut located = Vec::with_capacity(keys.len());
-        for (key, answer) in keys.iter().zip(answers) {
-            located.push(match answer {
-                Some(_) => None,
-                None => {
-                    let wanted = self.wanted(space.id, key);
-                    Some((wanted, self.locate(wanted, Entry::of_record)?))
-                }
-            });
+    /// Takes a snapshot for a pass over a batch, and notes which keys may have records that must be
+    /// read from the active segment's file.
+    fn snapshot_many<R>(&self, items: &mut [Item<'_, R>]) -> Snapshot {
+        let mut ahead = Ahead::new(items);
+        let core = self.core();
+        for item in items {
+            ahead.fetch_table(&core);
+            let mut candidates = core.table.candidates(item.wanted.h);
+            item.in_file = candidates.any(|offset| !core.writer.is_in_memory(offset));
         }
-        Ok(located)
+        Snapshot::of(&core)
+    }
+
+    /// Searches for all keys that have no answer yet. One that cannot be searched for is answered
+    /// with the error.
+    fn search_many<R, T>(
+        &self,
+        snapshot: &Snapshot,
+        items: &mut [Item<'_, R>],
+        extract: &impl Fn(&Record<'_>) -> T,
+    ) -> Vec<Option<Searched<T>>> {
+        let mut ahead = Ahead::new(items);
+        let search = |item: &mut Item<'_, R>| {
+            ahead.fetch(|h| snapshot.prefetch(h));
+            if !item.is_open() {
+                return None;
+            }
+            match self.search(snapshot, item.wanted, item.in_file, extract) {
+                Ok(searched) => Some(searched),
+                Err(error) => {
+                    item.answer = Some(Err(error));
+                    None
+                }
+            }
+        };
+        items.iter_mut().map(search).collect()
     }
 }
 

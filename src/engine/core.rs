@@ -7,7 +7,7 @@
 //! C. The view changes only together with the table: whoever holds the lock sees every record
 //!    exactly once, in the table, in the frozen table, or in a run.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -165,7 +165,7 @@ pub(crate) struct Core {
     /// The largest frame that a namespace opened so far may write.
     pub(crate) frame_bytes_max: u32,
     pub(crate) stamps: Stamps,
-    pub(crate) namespaces: HashMap<u16, KnownNamespace>,
+    pub(crate) namespaces: BTreeMap<u16, KnownNamespace>,
     /// How many writes have failed and were taken back.
     pub(crate) failures: usize,
     pub(crate) closed: bool,
@@ -196,7 +196,7 @@ impl Core {
             owed_bytes: 0,
             frame_bytes_max: 0,
             stamps,
-            namespaces: HashMap::new(),
+            namespaces: BTreeMap::new(),
             failures: 0,
             closed: false,
             hinted: Position::START,

@@ -35,7 +35,7 @@ impl Handle {
     fn close(&self) -> Result<()> {
         let closed = self.engine.close();
         self.engine.background.stop();
-        if std::process::id() != self.engine.pid {
+        if !self.engine.home.is_at_home() {
             // The threads are the parent's; a forked child has none to wait for.
             return closed;
         }

@@ -1,11 +1,15 @@
 //! Finding a key's newest record: the active table first, then the frozen table, then runs from
 //! the newest to the oldest. The first record with the same namespace and key, byte for byte,
 //! ends the search, expired or not. Absent is answered only if everything answered.
+//!
+//! Who reads goes that way ([`Engine::locate`]). Who decides goes the other way round, because
+//! most keys are new: what is immutable is searched without the lock, and the active table is
+//! asked once, under the lock under which the record is appended ([`Engine::complete`]).
 
 use std::sync::Arc;
 
 use super::Engine;
-use super::core::{Core, Older, View};
+use super::core::{Core, Older, Part, View};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Malformed;
 use crate::format::record::{Frame, Record};
@@ -59,7 +63,127 @@ impl Wanted<'_> {
     }
 }
 
+/// One moment of the store: what lies behind the active segment, and which one that is.
+#[derive(Clone, Debug)]
+pub(crate) struct Snapshot {
+    pub(crate) view: Arc<View>,
+    active: u64,
+}
+
+impl Snapshot {
+    /// Has the processor fetch what a search for this hash reads first.
+    pub(crate) fn prefetch(&self, h: u64) {
+        self.view.parts.iter().for_each(|part| part.run.prefetch(h));
+    }
+
+    pub(crate) fn of(core: &Core) -> Self {
+        Snapshot {
+            view: Arc::clone(&core.view),
+            active: core.writer.segment.id,
+        }
+    }
+
+    fn is_current(&self, core: &Core) -> bool {
+        self.active == core.writer.segment.id && Arc::ptr_eq(&self.view, &core.view)
+    }
+}
+
+/// What was found without the lock.
+#[derive(Debug)]
+pub(crate) enum Searched<T> {
+    /// Only what lies behind the active segment was searched.
+    Behind(Result<Option<Hit<T>>>),
+    /// Everything was, because records of the active segment had to be read from its file.
+    All(Located<T>),
+}
+
+/// A search that was completed under the lock.
+#[derive(Debug)]
+pub(crate) enum Completed<T> {
+    /// The key's newest record as of now.
+    Current(Option<Hit<T>>),
+    /// Something was appended, sealed, rolled or dropped since: search again.
+    Changed,
+    /// A record of the active segment must be read from its file, which is not done under the
+    /// lock: search everything.
+    InFile,
+}
+
 impl Engine {
+    /// Takes a snapshot, and has the processor fetch what [`Engine::complete`] will ask of it.
+    pub(crate) fn snapshot(&self, h: u64) -> Snapshot {
+        let core = self.core();
+        core.table.prefetch(h);
+        Snapshot::of(&core)
+    }
+
+    /// Searches for one key without the lock: all of the store if `in_file`, otherwise what lies
+    /// behind the active segment.
+    pub(crate) fn search<T>(
+        &self,
+        snapshot: &Snapshot,
+        wanted: Wanted<'_>,
+        in_file: bool,
+        extract: &impl Fn(&Record<'_>) -> T,
+    ) -> Result<Searched<T>> {
+        Ok(if in_file {
+            Searched::All(self.locate(wanted, extract)?)
+        } else {
+            Searched::Behind(self.search_view(&snapshot.view, wanted, extract))
+        })
+    }
+
+    /// Completes a search under the lock.
+    pub(crate) fn complete<T>(
+        &self,
+        core: &Core,
+        snapshot: &Snapshot,
+        wanted: Wanted<'_>,
+        searched: Searched<T>,
+        extract: &impl Fn(&Record<'_>) -> T,
+    ) -> Result<Completed<T>> {
+        let behind = match searched {
+            Searched::All(located) if located.is_current(core, wanted.h) => {
+                return Ok(Completed::Current(located.hit));
+            }
+            _ if !snapshot.is_current(core) => return Ok(Completed::Changed),
+            Searched::Behind(behind) => Some(behind),
+            // A record with this hash was appended since: perhaps the key's.
+            Searched::All(_) => None,
+        };
+        let mut in_file = false;
+        for offset in core.table.candidates(wanted.h) {
+            match self.read_image(core, wanted, offset, extract)? {
+                None => in_file = true,
+                Some(None) => {}
+                Some(hit) => return Ok(Completed::Current(hit)),
+            }
+        }
+        match behind {
+            None => Ok(Completed::Changed),
+            Some(_) if in_file => Ok(Completed::InFile),
+            // An index that is damaged is of no matter to a key that was found before it.
+            Some(behind) => behind.map(Completed::Current),
+        }
+    }
+
+    /// Reads a record of the active segment if it is in memory.
+    fn read_image<T>(
+        &self,
+        core: &Core,
+        wanted: Wanted<'_>,
+        offset: u32,
+        extract: &impl Fn(&Record<'_>) -> T,
+    ) -> Result<Option<Option<Hit<T>>>> {
+        let segment = &core.writer.segment;
+        let position = Position::new(segment.id, offset);
+        let read = core
+            .writer
+            .read_image(offset, |f| wanted.take(f, position, extract));
+        read.transpose()
+            .map_err(|error| read_error(error, segment, offset))
+    }
+
     pub(crate) fn wanted<'a>(&self, namespace: u16, key: &'a [u8]) -> Wanted<'a> {
         Wanted {
             namespace,
@@ -110,18 +234,12 @@ impl Engine {
         };
         let mut in_file = false;
         for offset in &located.candidates {
-            let position = Position::new(located.active, *offset);
-            let read = core
-                .writer
-                .read_image(*offset, |f| wanted.take(f, position, extract));
-            match read {
+            match self.read_image(core, wanted, *offset, extract)? {
                 None => in_file = true,
-                Some(read) => {
-                    let hit = read.map_err(|e| read_error(e, &core.writer.segment, *offset))?;
-                    if hit.is_some() {
-                        located.hit = hit;
-                        return Ok((located, None));
-                    }
+                Some(None) => {}
+                Some(hit) => {
+                    located.hit = hit;
+                    return Ok((located, None));
                 }
             }
         }
@@ -147,7 +265,7 @@ impl Engine {
     }
 
     /// Searches everything behind the active segment.
-    pub(crate) fn search_view<T>(
+    fn search_view<T>(
         &self,
         view: &View,
         wanted: Wanted<'_>,
@@ -161,15 +279,16 @@ impl Engine {
             }
         }
         let mut places = Vec::new();
-        for part in view
-            .parts
-            .iter()
-            .filter(|part| part.run.may_contain(wanted.h))
-        {
+        for part in &view.parts {
+            // A part of a filter that is damaged excludes nothing; the run itself may be whole.
+            match part.run.may_contain(wanted.h) {
+                Ok(false) => continue,
+                Ok(true) => {}
+                Err(_) => self.rebuild_soon(part),
+            }
             places.clear();
             if let Err(why) = part.run.find(wanted.h, &mut places) {
-                part.mark_damaged();
-                self.background.wake();
+                self.rebuild_soon(part);
                 let header = &part.run.header;
                 return Err(Error::new(
                     ErrorKind::Damaged,
@@ -192,6 +311,13 @@ impl Engine {
             }
         }
         Ok(None)
+    }
+}
+
+impl Engine {
+    fn rebuild_soon(&self, part: &Part) {
+        part.mark_damaged();
+        self.background.wake();
     }
 }
 

@@ -1,8 +1,11 @@
 //! Merging index runs, so that a look-up asks few filters. The log is not touched.
 //!
-//! Rules: only adjacent runs are merged, four or more of about the same span; no merged run spans
-//! more than an eighth of the live segments (at least four), so that expiry does not wait for a
-//! large run to die; a run of which more than a quarter of the segments are gone is written anew.
+//! Rules, where the weight of a run is that of its live segments, in full ones: only adjacent runs
+//! are merged, four of about the same weight; no merged run weighs more than an eighth of the live
+//! segments (at least four), so that expiry does not wait for a large run to die; where four would,
+//! but two or three would not, these are merged; a run of which more than a quarter of the segments
+//! are gone is written anew. The small segments of a young store are merged as soon as there are
+//! four.
 //! The work is done without any lock on immutable inputs; one manifest edit replaces them. Killed
 //! before it, the new files are orphans; killed after it, the old ones are.
 
@@ -38,7 +41,7 @@ impl Engine {
             }
             Arc::clone(&core.view)
         };
-        let Some(inputs) = choose(&view) else {
+        let Some(inputs) = choose(&view, self.options.segment_bytes) else {
             return Ok(false);
         };
         let plan = self.plan_merge(&view, &inputs);
@@ -140,31 +143,48 @@ pub(super) fn file_names(RunEntry { lo, hi, generation }: RunEntry) -> [FileName
 }
 
 /// Chooses runs to merge, newest first; `None` if nothing is due.
-fn choose(view: &View) -> Option<Vec<Arc<Part>>> {
-    let live = |part: &Part| {
-        let header = &part.run.header;
-        view.sealed.range(header.lo..=header.hi).count() as u64
-    };
-    let usable = |part: &&Arc<Part>| !part.is_damaged();
-    let dying = view.parts.iter().filter(usable).find(|part| {
+fn choose(view: &View, segment_bytes: u32) -> Option<Vec<Arc<Part>>> {
+    let dying = view.parts.iter().filter(|part| !part.is_damaged());
+    let dying = dying.clone().find(|part| {
         let held = u64::from(part.run.header.segments_count);
-        let live = live(part);
+        let live = live(view, part).count() as u64;
         live > 0 && held.saturating_sub(live) * 4 > held
     });
     if let Some(part) = dying {
         return Some(vec![Arc::clone(part)]);
     }
-    let span_max = (view.sealed.len() as u64 / 8).clamp(FAN_IN as u64, SPAN_MAX);
-    // Tiers grow by the fan-in: runs of one segment, of 4, of 16.
-    let tier = |part: &Part| live(part).max(1).ilog(FAN_IN as u64);
-    view.parts.windows(FAN_IN).rev().find_map(|window| {
-        let first = window.first()?;
-        let same = window
-            .iter()
-            .all(|part| tier(part) == tier(first) && !part.is_damaged());
-        let span = first.run.header.hi - window.last()?.run.header.lo + 1;
-        (same && span <= span_max).then(|| window.to_vec())
+    let bytes = |part: &Arc<Part>| -> u64 { live(view, part).sum() };
+    let weights: Vec<u64> = view.parts.iter().map(bytes).collect();
+    let heaviest = (view.sealed.len() as u64 / 8).clamp(FAN_IN as u64, SPAN_MAX);
+    (2..=FAN_IN).rev().find_map(|count| {
+        let windows = view.parts.windows(count).zip(weights.windows(count));
+        windows.rev().find_map(|(window, weights)| {
+            let span = window.first()?.run.header.hi - window.last()?.run.header.lo + 1;
+            let usable = span <= SPAN_MAX && !window.iter().any(|part| part.is_damaged());
+            (usable && fit(weights, u64::from(segment_bytes), heaviest)).then(|| window.to_vec())
+        })
     })
+}
+
+/// Returns the bytes of each live segment of a run.
+fn live<'a>(view: &'a View, part: &Part) -> impl Iterator<Item = u64> + 'a {
+    let range = part.run.header.lo..=part.run.header.hi;
+    let segments = view.sealed.range(range);
+    segments.map(|(_, sealed)| u64::from(sealed.segment.bytes))
+}
+
+/// Says whether runs of so many bytes of log are to be merged.
+fn fit(bytes: &[u64], full: u64, heaviest: u64) -> bool {
+    let total: u64 = bytes.iter().sum();
+    if bytes.len() == FAN_IN && total <= full {
+        return true;
+    }
+    let weights = || bytes.iter().map(|bytes| bytes.div_ceil(full).max(1));
+    let (sum, least) = (weights().sum::<u64>(), weights().min().unwrap_or(1));
+    let alike = weights().max().unwrap_or(1) < 2 * least;
+    // Fewer than four only where four would be too many.
+    let enough = bytes.len() == FAN_IN || least >= FAN_IN as u64 && sum + least > heaviest;
+    alike && enough && sum <= heaviest
 }
 
 enum Failed {
@@ -232,4 +252,36 @@ fn install_merged(
     };
     let (run, filter) = finish().map_err(output)?;
     Run::open(run, filter).map_err(|why| Failed::Input(Error::new(ErrorKind::Damaged, why.0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FULL: u64 = 32 << 20;
+
+    #[test]
+    fn runs_of_about_the_same_weight_are_merged_up_to_an_eighth_of_all() {
+        let fits = |weights: &[u64], heaviest| {
+            let bytes: Vec<u64> = weights.iter().map(|weight| weight * FULL).collect();
+            fit(&bytes, FULL, heaviest)
+        };
+        assert!(fits(&[1, 1, 1, 1], 4));
+        assert!(!fits(&[1, 1, 1], 4));
+        assert!(!fits(&[1, 1, 1, 4], 12));
+        assert!(!fits(&[4, 4], 7));
+        assert!(fits(&[4, 4], 8));
+        assert!(!fits(&[4, 4], 12));
+        assert!(fits(&[4, 4, 4], 12));
+        assert!(!fits(&[4, 4, 4, 4], 12));
+        assert!(fits(&[4, 4, 4, 4], 16));
+        assert!(!fits(&[12, 4], 16));
+    }
+
+    #[test]
+    fn the_small_segments_of_a_young_store_are_merged_at_once() {
+        let small = [64 << 10, 128 << 10, 256 << 10, 512 << 10];
+        assert!(fit(&small, FULL, 4));
+        assert!(!fit(&small[..3], FULL, 4));
+    }
 }

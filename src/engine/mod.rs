@@ -53,6 +53,7 @@ use crate::log::sync::Syncer;
 use crate::log::sync::primitives::{Mutex, MutexGuard};
 use crate::options::{Durability, Event, Options};
 use crate::stats::{Counters, OpenReport};
+use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Dir, Lock};
 
 /// Events kept for a callback that does not keep up; further ones are lost.
@@ -73,6 +74,8 @@ pub(crate) struct Engine {
     pub(crate) store: StoreId,
     pub(crate) generation: u64,
     pub(crate) pid: u32,
+    /// The process that opened the store.
+    pub(crate) home: ForkGuard,
     pub(crate) core: Mutex<Core>,
     pub(crate) syncer: Syncer,
     catalog: Mutex<Catalog>,
@@ -231,7 +234,7 @@ impl Engine {
     /// Checks what every writing call checks first.
     pub(crate) fn check_writable(&self, core: &Core) -> Result<()> {
         check_open(core)?;
-        if std::process::id() != self.pid {
+        if !self.home.is_at_home() {
             return Err(Error::new(
                 ErrorKind::Closed,
                 "handle was inherited by a forked child; open the store in the child instead",

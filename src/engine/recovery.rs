@@ -12,7 +12,7 @@
 //!    replaces it is durable, and no file with records is removed unless the manifest says so.
 //! D. A damaged or foreign directory is never replaced by a fresh store.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicUsize};
 use std::sync::{Arc, RwLock};
 
@@ -44,6 +44,7 @@ use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, next_generation};
 use crate::stats::{Counters, OpenReport};
+use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Access, Dir, Lock};
 
 /// One segment read back into a table.
@@ -291,7 +292,7 @@ struct Parts {
     store: [u8; 16],
     generation: u64,
     reserved: u64,
-    namespaces: HashMap<u16, KnownNamespace>,
+    namespaces: BTreeMap<u16, KnownNamespace>,
     manifest: Manifest,
     report: OpenReport,
     gathered: Gathered,
@@ -348,6 +349,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         store: parts.store,
         generation: parts.generation,
         pid: std::process::id(),
+        home: ForkGuard::new(),
         core: Mutex::new(core),
         syncer: Syncer::new(end),
         catalog: Mutex::new(catalog),

@@ -4,13 +4,14 @@
 use super::Engine;
 use super::append::Appended;
 use super::core::{Core, Need, Room, UnsettledEntry};
-use super::lookup::{Hit, Located, Wanted};
+use super::lookup::{Completed, Hit, Searched, Snapshot, Wanted};
 use super::namespace::Space;
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{FLAG_DETACHED, HEADER_BYTES, Kind, PART_HEADER_BYTES, STATE_BYTES};
 use crate::format::{to_u32, to_usize};
 use crate::key::{EVIDENCE_BYTES_MAX, NamespaceKind};
+use crate::log::sync::FailureCount;
 use crate::model::claim::{Entry, Env};
 use crate::options::{Durability, Retention};
 use crate::position::Position;
@@ -54,12 +55,21 @@ pub(crate) enum Attempt<R> {
     Done {
         decided: Decided<R>,
         end: Position,
-        failures: crate::log::sync::FailureCount,
+        failures: FailureCount,
     },
     /// The store changed since the search: search again.
     Again,
+    /// A record of the active segment must be read from its file first.
+    InFile,
     /// The active segment has no room for so many bytes.
     NoRoom(Room),
+}
+
+/// A search that is to be completed under the lock.
+pub(crate) struct Search<'a> {
+    pub(crate) snapshot: &'a Snapshot,
+    pub(crate) wanted: Wanted<'a>,
+    pub(crate) searched: Searched<Entry>,
 }
 
 impl Engine {
@@ -73,8 +83,14 @@ impl Engine {
         mut decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
     ) -> Result<Decided<R>> {
         let wanted = self.wanted(space.id, key);
+        let mut in_file = false;
         loop {
-            let located = self.locate(wanted, Entry::of_record)?;
+            let snapshot = self.snapshot(wanted.h);
+            let search = Search {
+                searched: self.search(&snapshot, wanted, in_file, &Entry::of_record)?,
+                snapshot: &snapshot,
+                wanted,
+            };
             let now = self.now();
             let attempt = {
                 let mut core = self.core();
@@ -82,8 +98,7 @@ impl Engine {
                 let tried = self.attempt(
                     &mut core,
                     space,
-                    wanted,
-                    &located,
+                    search,
                     now,
                     retention,
                     levels.answer,
@@ -103,6 +118,7 @@ impl Engine {
             };
             match attempt {
                 Attempt::Again => {}
+                Attempt::InFile => in_file = true,
                 Attempt::NoRoom(room) => self.make_room(room)?,
                 Attempt::Done {
                     decided,
@@ -129,18 +145,21 @@ impl Engine {
         &self,
         core: &mut Core,
         space: &Space,
-        wanted: Wanted<'_>,
-        located: &Located<Entry>,
+        search: Search<'_>,
         now: Now,
         retention: Retention,
         answer_level: Durability,
         decide: &mut impl FnMut(Option<&Entry>, &Env) -> Step<R>,
     ) -> Result<Attempt<R>> {
-        if !located.is_current(core, wanted.h) {
-            return Ok(Attempt::Again);
-        }
+        let wanted = search.wanted;
+        let searched = search.searched;
+        let hit = match self.complete(core, search.snapshot, wanted, searched, &Entry::of_record)? {
+            Completed::Current(hit) => hit,
+            Completed::Changed => return Ok(Attempt::Again),
+            Completed::InFile => return Ok(Attempt::InFile),
+        };
         core.check_namespace(space)?;
-        let hit = located.hit.as_ref();
+        let hit = hit.as_ref();
         let taken = hit.map(|hit| &hit.taken);
         let entry = self.alive(taken, &now)?;
         let env = self.env(core, space, hit, now, retention);
@@ -161,7 +180,7 @@ impl Engine {
                 return Ok(Attempt::Done {
                     decided,
                     end,
-                    failures: located.failures,
+                    failures: FailureCount::new(core.failures),
                 });
             }
         };
@@ -191,14 +210,7 @@ impl Engine {
         if !has_stamp || !core.has_room(room) {
             return Ok(Attempt::NoRoom(room));
         }
-        let unsettled = write.entry.kind.is_unsettled().then(|| UnsettledEntry {
-            namespace: space.id,
-            deadline_boot_ms: write
-                .deadline_boot_ms
-                .filter(|_| write.entry.flags & FLAG_DETACHED == 0),
-            // A renewal repeats what the start left behind.
-            owed_bytes: to_u32(self.owed_bytes(space, wanted.key) + write.entry.evidence.len()),
-        });
+        let unsettled = self.unsettled_entry(space, wanted.key, &write);
         let Appended { position, failures } =
             self.append(core, &record, wanted.h, older, unsettled);
         let decided = Decided {
@@ -209,6 +221,18 @@ impl Engine {
             decided,
             end: position.after(),
             failures,
+        })
+    }
+
+    /// Returns what is kept in memory of a record that may not be forgotten.
+    fn unsettled_entry(&self, space: &Space, key: &[u8], write: &Write) -> Option<UnsettledEntry> {
+        let entry = &write.entry;
+        let is_detached = entry.flags & FLAG_DETACHED != 0;
+        entry.kind.is_unsettled().then(|| UnsettledEntry {
+            namespace: space.id,
+            deadline_boot_ms: write.deadline_boot_ms.filter(|_| !is_detached),
+            // A renewal repeats what the start left behind.
+            owed_bytes: to_u32(self.owed_bytes(space, key) + entry.evidence.len()),
         })
     }
 

@@ -267,7 +267,7 @@ fn compare_with_run(
     let mut places = Vec::new();
     for (h, offset) in entries {
         places.clear();
-        let found = run.may_contain(*h)
+        let found = run.may_contain(*h) == Ok(true)
             && run.find(*h, &mut places).is_ok()
             && places.contains(&(segment.id, *offset));
         if !found {

@@ -4,6 +4,7 @@
 //! `docs/format.md` is the prose; `tests/golden.rs` proves the two equal.
 
 pub(crate) mod filter;
+pub(crate) mod fuse;
 pub(crate) mod hint;
 pub(crate) mod le;
 pub(crate) mod manifest;

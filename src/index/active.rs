@@ -76,6 +76,13 @@ impl ActiveTable {
         }
     }
 
+    /// Has the processor fetch the first slot of a hash.
+    pub(crate) fn prefetch(&self, h: u64) {
+        let (part, tag) = split(h);
+        let index = (part << self.part_slot_bits) + self.home(tag);
+        super::prefetch::prefetch(&self.slots, index);
+    }
+
     /// Adds a record of a key that has no slot yet.
     pub(crate) fn insert(&mut self, h: u64, offset: u32) -> SlotUndo {
         let (part, tag) = split(h);
@@ -120,16 +127,15 @@ impl ActiveTable {
     /// Returns all entries as (h, offset), ascending by h.
     pub(crate) fn sorted(&self) -> Vec<(u64, u32)> {
         let mut all = Vec::with_capacity(self.count());
-        for (index, slot) in self
-            .slots
-            .iter()
-            .enumerate()
-            .filter(|(_, slot)| **slot != 0)
-        {
-            let part = (index >> self.part_slot_bits) as u64;
-            all.push((part << TAG_BITS | slot >> OFFSET_BITS, to_offset(*slot)));
+        for (part, slots) in self.slots.chunks(self.part_slots()).enumerate() {
+            let part = (part as u64) << TAG_BITS;
+            // From the first gap on, so that what had to go round the end comes last.
+            let gap = slots.iter().position(|slot| *slot == 0).unwrap_or(0);
+            let (before, behind) = slots.split_at_checked(gap).unwrap_or((slots, &[]));
+            let taken = behind.iter().chain(before).filter(|slot| **slot != 0);
+            all.extend(taken.map(|slot| (part | slot >> OFFSET_BITS, to_offset(*slot))));
         }
-        all.sort_unstable();
+        sort_nearly_sorted(&mut all);
         all
     }
 
@@ -156,6 +162,22 @@ impl ActiveTable {
             *slot = tag << OFFSET_BITS | u64::from(offset / 8);
         }
         undo
+    }
+}
+
+/// Slots lie near their home, so each entry has a few places to go; if one has many, which chosen
+/// hashes could bring about, a sort without that assumption does it all.
+fn sort_nearly_sorted(all: &mut [(u64, u32)]) {
+    const STEPS_MAX: usize = 64;
+    for end in 1..all.len() {
+        let mut at = end;
+        while at > 0 && all.get(at) < all.get(at - 1) {
+            if end - at == STEPS_MAX {
+                return all.sort_unstable();
+            }
+            all.swap(at, at - 1);
+            at -= 1;
+        }
     }
 }
 
@@ -223,6 +245,24 @@ mod tests {
         }
         expected.sort_unstable();
         assert_eq!(table.sorted(), expected);
+    }
+
+    #[test]
+    fn entries_come_back_sorted_from_a_table_that_wraps_round_and_from_a_crowded_one() {
+        for crowded in [false, true] {
+            let mut table = ActiveTable::new(64 * 1024);
+            let mut expected = Vec::new();
+            for n in 0..300u32 {
+                // The last home of a part, or all homes of a part the wrong way round.
+                let tag = (1 << TAG_BITS) - 1 - u64::from(if crowded { 0 } else { n % 7 });
+                let h = u64::from(n % 3) << TAG_BITS | tag;
+                let offset = if crowded { 4096 - n } else { n + 8 } * 8;
+                table.insert(h, offset);
+                expected.push((h, offset));
+            }
+            expected.sort_unstable();
+            assert_eq!(table.sorted(), expected);
+        }
     }
 
     #[test]

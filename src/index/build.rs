@@ -2,7 +2,8 @@
 
 use std::io;
 
-use crate::format::filter::{FilterBuilder, FilterPlan};
+use super::fuse::FuseBuilder;
+use crate::format::filter::{BloomBuilder, FilterKind, FilterPlan};
 use crate::format::run::{
     Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number, run_seed,
 };
@@ -51,7 +52,7 @@ pub(crate) fn build(
         run.extend_from_slice(bytes);
         Ok(())
     };
-    let mut writer = RunWriter::new(plan, geometry, slots_count, &mut write);
+    let mut writer = RunWriter::new(plan, geometry, slots_count, FilterKind::Bloom, &mut write);
     let written = entries
         .try_for_each(|entry| writer.push(entry))
         .and_then(|()| writer.finish(plan));
@@ -71,6 +72,11 @@ pub(crate) struct WrittenRun {
     pub(crate) filter: Vec<u8>,
 }
 
+enum Filter {
+    Bloom(BloomBuilder),
+    Fuse(FuseBuilder),
+}
+
 /// Streams the pages of a run in order.
 pub(crate) struct RunWriter<W> {
     seed: u32,
@@ -81,7 +87,7 @@ pub(crate) struct RunWriter<W> {
     chunk: Vec<u8>,
     chunk_at: u64,
     spill: Vec<u8>,
-    filter: FilterBuilder,
+    filter: Filter,
     slots_count: u64,
     hashes_count: u64,
     hash_before: Option<u64>,
@@ -89,9 +95,16 @@ pub(crate) struct RunWriter<W> {
 
 impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
     /// Starts behind the header page. `write` gets bytes and their offset, in order.
-    pub(crate) fn new(plan: &RunPlan, geometry: Geometry, slots_max: u64, write: W) -> Self {
+    pub(crate) fn new(
+        plan: &RunPlan,
+        geometry: Geometry,
+        slots_max: u64,
+        filter: FilterKind,
+        write: W,
+    ) -> Self {
+        let seed = run_seed(plan.store, plan.lo, plan.hi, plan.generation);
         RunWriter {
-            seed: run_seed(plan.store, plan.lo, plan.hi, plan.generation),
+            seed,
             geometry,
             write,
             page: 0,
@@ -99,7 +112,10 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
             chunk: Vec::with_capacity(CHUNK_BYTES + PAGE_BYTES),
             chunk_at: PAGE_BYTES as u64,
             spill: Vec::new(),
-            filter: FilterBuilder::new(slots_max),
+            filter: match filter {
+                FilterKind::Bloom => Filter::Bloom(BloomBuilder::new(slots_max)),
+                FilterKind::Fuse => Filter::Fuse(FuseBuilder::new(slots_max, seed)),
+            },
             slots_count: 0,
             hashes_count: 0,
             hash_before: None,
@@ -116,7 +132,10 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
         if self.hash_before != Some(h) {
             self.hash_before = Some(h);
             self.hashes_count += 1;
-            self.filter.insert(h);
+            match &mut self.filter {
+                Filter::Bloom(filter) => filter.insert(h),
+                Filter::Fuse(filter) => filter.insert(h),
+            }
         }
         Ok(())
     }
@@ -166,14 +185,18 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
             segments_count: plan.segments_count,
         };
         let header = header.encode();
-        let filter = self.filter.finish(&FilterPlan {
+        let plan = FilterPlan {
             store: plan.store,
             hash_key_id: plan.hash_key_id,
             generation: plan.generation,
             keys_count: self.hashes_count,
             run_crc: header_crc(&header),
             seed: self.seed,
-        });
+        };
+        let filter = match self.filter {
+            Filter::Bloom(filter) => filter.finish(&plan),
+            Filter::Fuse(filter) => filter.finish(&plan),
+        };
         Ok(WrittenRun { header, filter })
     }
 }
@@ -243,7 +266,7 @@ mod tests {
         let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
         assert_eq!(run.check_whole(), Ok(()));
         for (h, ordinal, offset) in &entries {
-            assert!(run.may_contain(*h));
+            assert_eq!(run.may_contain(*h), Ok(true));
             assert!(find(&run, *h).contains(&(7 + ordinal, *offset)));
         }
         assert_eq!(find(&run, twice.0).first(), Some(&(9, 65_528)));

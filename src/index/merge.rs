@@ -8,6 +8,7 @@ use std::io;
 use super::build::{IndexEntry, RunPlan, RunWriter, WrittenRun};
 use super::run::Run;
 use crate::format::Malformed;
+use crate::format::filter::FilterKind;
 use crate::format::run::Geometry;
 
 /// Iterates over the entries of a run in ascending order of (hash, segment, offset).
@@ -73,7 +74,7 @@ pub(crate) fn merge(
     let malformed = MergeError::Malformed;
     let slots_max: u64 = inputs.iter().map(|run| run.header.slots_count).sum();
     let geometry = Geometry::plan(slots_max, plan.hi - plan.lo + 1, plan.segment_bytes);
-    let mut output = RunWriter::new(plan, geometry, slots_max, write);
+    let mut output = RunWriter::new(plan, geometry, slots_max, FilterKind::Fuse, write);
     let mut cursors = Vec::with_capacity(inputs.len());
     for run in inputs {
         cursors.push(Cursor::new(run, plan.lo).map_err(malformed)?);
@@ -165,7 +166,7 @@ mod tests {
         assert_eq!(all.header.slots_count, 6 * 3500);
         for (index, (_, entries)) in parts.iter().enumerate() {
             for (h, _, offset) in entries {
-                assert!(all.may_contain(*h));
+                assert_eq!(all.may_contain(*h), Ok(true));
                 let mut places = Vec::new();
                 all.find(*h, &mut places).unwrap();
                 assert!(places.contains(&(10 + index as u64, *offset)), "h={h}");

@@ -3,7 +3,9 @@
 
 pub(crate) mod active;
 pub(crate) mod build;
+mod fuse;
 pub(crate) mod merge;
+mod prefetch;
 pub(crate) mod run;
 
 use std::hash::Hasher;

@@ -3,17 +3,22 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::format::Malformed;
-use crate::format::filter::{self, FilterHeader};
+use crate::format::filter::{self, FILTER_HEADER_BYTES, FilterHeader, FilterKind};
+use crate::format::fuse::{self, Partition};
 use crate::format::run::{PAGE_BYTES, Page, RunHeader, header_crc, page_number, run_seed};
 use crate::vfs::Map;
 
-/// A run whose header and filter were verified; pages are verified when first read.
+/// A run whose header was verified. Pages, and partitions of its filter, are when first read.
 #[derive(Debug)]
 pub(crate) struct Run {
     map: Map,
     pub(crate) header: RunHeader,
     filter_map: Map,
     filter: FilterHeader,
+    /// Of a fuse filter.
+    partitions: Vec<Partition>,
+    /// One bit a partition, as `verified`.
+    verified_partitions: Vec<AtomicU64>,
     /// Seed of the pages' checksums.
     seed: u32,
     /// One bit a page. Relaxed: a page verified twice is only wasted work.
@@ -26,7 +31,11 @@ impl Run {
         map.advise_random();
         let header = RunHeader::decode(&map)?;
         let seed = run_seed(header.store, header.lo, header.hi, header.generation);
-        let (filter, _) = filter::decode(&filter_map, seed)?;
+        let (filter, body) = filter::decode(&filter_map, seed)?;
+        let partitions = match filter.kind {
+            FilterKind::Bloom => Vec::new(),
+            FilterKind::Fuse => fuse::decode_table(body, filter.parts_count)?.0,
+        };
         let same = filter.store == header.store
             && filter.hash_key_id == header.hash_key_id
             && filter.generation == header.generation
@@ -35,25 +44,72 @@ impl Run {
             return Err(Malformed("filter of another run"));
         }
         let pages = header.geometry.pages + u64::from(header.spill_pages);
-        let words = usize::try_from(pages.div_ceil(64)).unwrap_or(0);
-        let verified = (0..words).map(|_| AtomicU64::new(0)).collect();
+        let pages = usize::try_from(pages).unwrap_or(usize::MAX);
         Ok(Run {
             map,
             header,
             filter_map,
             filter,
             seed,
-            verified,
+            verified: bits(pages),
+            verified_partitions: bits(partitions.len()),
+            partitions,
         })
     }
 
     /// Says whether the run may hold this hash; `false` is certain.
-    pub(crate) fn may_contain(&self, h: u64) -> bool {
-        let body = self
-            .filter_map
-            .get(filter::FILTER_HEADER_BYTES..)
-            .unwrap_or_default();
-        filter::may_contain(body, self.filter.blocks_count, h)
+    pub(crate) fn may_contain(&self, h: u64) -> Result<bool, Malformed> {
+        match self.filter.kind {
+            FilterKind::Bloom => {
+                let body = self.filter_map.get(FILTER_HEADER_BYTES..);
+                let blocks = body.unwrap_or_default();
+                Ok(filter::may_contain(blocks, self.filter.parts_count, h))
+            }
+            FilterKind::Fuse => self.may_be_in_partition(h),
+        }
+    }
+
+    fn may_be_in_partition(&self, h: u64) -> Result<bool, Malformed> {
+        let number = fuse::partition_of(h, self.filter.parts_count);
+        let (partition, fingerprints) = self.partition(number)?;
+        Ok(partition.may_contain(fingerprints, h))
+    }
+
+    /// Returns a partition and its fingerprints, verifying them the first time.
+    fn partition(&self, number: usize) -> Result<(&Partition, &[u8]), Malformed> {
+        let missing = Malformed("filter has fewer partitions than its header says");
+        let partition = self.partitions.get(number).ok_or(missing)?;
+        let all = self.filter_map.get(self.fingerprints_at()..);
+        let fingerprints = all.and_then(|all| partition.fingerprints(all));
+        let fingerprints = fingerprints.ok_or(missing)?;
+        let (word, bit) = bit(&self.verified_partitions, number).ok_or(missing)?;
+        if word.load(Ordering::Relaxed) & bit == 0 {
+            if !partition.is_intact(fingerprints, self.seed) {
+                return Err(Malformed("filter checksum differs"));
+            }
+            word.fetch_or(bit, Ordering::Relaxed);
+        }
+        Ok((partition, fingerprints))
+    }
+
+    fn fingerprints_at(&self) -> usize {
+        FILTER_HEADER_BYTES + fuse::table_bytes(self.filter.parts_count)
+    }
+
+    /// Has the processor fetch what [`Run::may_contain`] reads first.
+    pub(crate) fn prefetch(&self, h: u64) {
+        let at = match self.filter.kind {
+            FilterKind::Bloom => FILTER_HEADER_BYTES + filter::block_at(self.filter.parts_count, h),
+            FilterKind::Fuse => {
+                let number = fuse::partition_of(h, self.filter.parts_count);
+                let Some(partition) = self.partitions.get(number) else {
+                    return;
+                };
+                let at = usize::try_from(partition.first_at(h)).unwrap_or(usize::MAX);
+                self.fingerprints_at().saturating_add(at)
+            }
+        };
+        super::prefetch::prefetch(&self.filter_map, at);
     }
 
     /// Returns the bytes of the filter file.
@@ -119,11 +175,8 @@ impl Run {
             .saturating_mul(PAGE_BYTES);
         let bytes = self.map.get(at..).and_then(|b| b.get(..PAGE_BYTES));
         let bytes = bytes.ok_or(Malformed("page behind the end"))?;
-        let word = usize::try_from(page / 64)
-            .ok()
-            .and_then(|w| self.verified.get(w));
-        let word = word.ok_or(Malformed("page behind the end"))?;
-        let bit = 1u64 << (page % 64);
+        let number = usize::try_from(page).unwrap_or(usize::MAX);
+        let (word, bit) = bit(&self.verified, number).ok_or(Malformed("page behind the end"))?;
         let known = word.load(Ordering::Relaxed) & bit != 0;
         let read = Page::read(bytes, page_number(page), (!known).then_some(self.seed))?;
         if !known {
@@ -132,8 +185,11 @@ impl Run {
         Ok(read)
     }
 
-    /// Verifies every page and every count.
+    /// Verifies every partition of the filter, every page and every count.
     pub(crate) fn check_whole(&self) -> Result<(), Malformed> {
+        for number in 0..self.partitions.len() {
+            self.partition(number)?;
+        }
         let mut slots = 0;
         for page in 0..self.header.geometry.pages + u64::from(self.header.spill_pages) {
             let read = self.page(page)?;
@@ -150,6 +206,16 @@ impl Run {
         }
         Ok(())
     }
+}
+
+/// Makes so many bits, all zero.
+fn bits(count: usize) -> Vec<AtomicU64> {
+    (0..count.div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
+}
+
+/// Returns the word of a bit, and the bit in it.
+fn bit(bits: &[AtomicU64], number: usize) -> Option<(&AtomicU64, u64)> {
+    Some((bits.get(number / 64)?, 1 << (number % 64)))
 }
 
 /// Finds the first slot with at least this tag: guesses by interpolation, then walks.

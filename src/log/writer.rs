@@ -1,8 +1,10 @@
 //! Appends to the active segment. Lives under the append lock.
 //!
 //! The log image is the file up to `written` and the buffer behind it. A record is complete in
-//! the image before anything refers to it. When a write fails, everything behind `written` is
-//! taken back and its bytes are neutralised, so that no junk lies between valid records.
+//! the image before anything refers to it. The buffer also keeps the newest part of what is
+//! written, because what is asked for again is mostly what has just come. When a write fails,
+//! everything behind `written` is taken back and its bytes are neutralised, so that no junk lies
+//! between valid records.
 
 use std::io;
 use std::sync::Arc;
@@ -19,8 +21,9 @@ pub(crate) struct Writer {
     pub(crate) segment: Arc<SegmentFile>,
     /// Everything below is in the file.
     written: u32,
-    /// The bytes from `written` to the end of the log.
+    /// The bytes from `kept_from` to the end of the log.
     image: Vec<u8>,
+    kept_from: u32,
     /// Offset of the newest frame; 0 before this writer's first.
     last: u32,
 }
@@ -33,6 +36,7 @@ impl Writer {
             segment,
             written: end,
             image: Vec::new(),
+            kept_from: end,
             last: 0,
         }
     }
@@ -43,7 +47,7 @@ impl Writer {
     }
 
     pub(crate) fn end_offset(&self) -> u32 {
-        self.written + to_u32(self.image.len())
+        self.kept_from + to_u32(self.image.len())
     }
 
     pub(crate) fn end(&self) -> Position {
@@ -55,11 +59,16 @@ impl Writer {
     }
 
     pub(crate) fn has_unwritten(&self) -> bool {
-        !self.image.is_empty()
+        self.unwritten_bytes() > 0
     }
 
     pub(crate) fn unwritten_bytes(&self) -> usize {
-        self.image.len()
+        to_usize(self.end_offset() - self.written)
+    }
+
+    /// Returns the place in the image behind everything that is in the file.
+    fn written_at(&self) -> usize {
+        to_usize(self.written - self.kept_from)
     }
 
     /// Returns the bytes left in the segment.
@@ -90,14 +99,18 @@ impl Writer {
     /// What the system says; nothing of the image may be relied upon then: see
     /// [`Writer::take_back`].
     pub(crate) fn write_out(&mut self) -> io::Result<()> {
-        if self.image.is_empty() {
+        let bytes = self.image.get(self.written_at()..).unwrap_or_default();
+        if bytes.is_empty() {
             return Ok(());
         }
-        self.segment
-            .file()?
-            .write_at(&self.image, u64::from(self.written))?;
+        let file = self.segment.file()?;
+        file.write_at(bytes, u64::from(self.written))?;
         self.written = self.end_offset();
-        self.image.clear();
+        let kept = kept_bytes(self.segment.bytes);
+        if self.image.len() >= 2 * kept {
+            self.image.drain(..self.image.len() - kept);
+            self.kept_from = self.written - to_u32(kept);
+        }
         Ok(())
     }
 
@@ -108,8 +121,8 @@ impl Writer {
     /// # Errors
     /// What the system says: junk may be left in the file, nothing may be appended any more.
     pub(crate) fn take_back(&mut self) -> io::Result<()> {
-        let mut zeros = vec![0; self.image.len()];
-        self.image.clear();
+        let mut zeros = vec![0; self.unwritten_bytes()];
+        self.image.truncate(self.written_at());
         let at = u64::from(self.written);
         let file = self.segment.file()?;
         if let Err(error) = file.write_at(&zeros, at) {
@@ -123,13 +136,17 @@ impl Writer {
         file.sync()
     }
 
+    pub(crate) fn is_in_memory(&self, offset: u32) -> bool {
+        offset >= self.kept_from
+    }
+
     /// Reads a record of the active segment that is still in memory; `None` if it is in the file.
     pub(crate) fn read_image<T>(
         &self,
         offset: u32,
         take: impl FnOnce(&Frame<'_>) -> Result<T, Malformed>,
     ) -> Option<Result<T, ReadError>> {
-        let at = to_usize(offset.checked_sub(self.written)?);
+        let at = to_usize(offset.checked_sub(self.kept_from)?);
         let bytes = self.image.get(at..).unwrap_or_default();
         let seed = seed(self.segment.nonce, offset);
         let frame = Frame::verify(bytes, seed);
@@ -139,4 +156,9 @@ impl Writer {
                 .map_err(ReadError::Malformed),
         )
     }
+}
+
+/// Returns how much of what is written stays in memory at least: 1 MiB, less of a small segment.
+fn kept_bytes(segment_bytes: u32) -> usize {
+    to_usize(segment_bytes / 32).min(1 << 20)
 }

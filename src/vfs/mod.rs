@@ -10,6 +10,7 @@
 )]
 
 pub(crate) mod disk;
+pub(crate) mod fork;
 pub(crate) mod map;
 #[cfg_attr(
     not(feature = "testing"),

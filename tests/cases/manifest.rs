@@ -444,7 +444,8 @@ fn c09_a_file_of_another_format_is_refused_or_built_again_and_never_decoded() {
             "idx" => 4096,
             _ => continue,
         };
-        for format in [0, 2, 255, 0xffff] {
+        let own = u64::from(name.ends_with("flt")) + 1;
+        for format in [0, 3 - own, 255, 0xffff] {
             // With a checksum of today and with one that today cannot compute.
             for fixed in [true, false] {
                 let what = format!("{name} of format {format}, checksum right: {fixed}");
