@@ -217,17 +217,19 @@ impl TrustedTime {
         time
     }
 
-    /// Shows a change of the state to who only reads. Relaxed: no other memory goes with it.
+    /// Shows a change of the state to who only reads. Release and Acquire keep the order: who sees
+    /// that slack was used up also sees the time that was won by it.
     fn publish(&self, state: &State) {
         let ahead = i64::try_from(state.ahead_ms).unwrap_or(i64::MAX);
         self.ahead_ms.store(ahead, Ordering::Relaxed);
         self.slack_left_ms
-            .store(slack_left(state), Ordering::Relaxed);
+            .store(slack_left(state), Ordering::Release);
     }
 
     /// Reads the time.
     pub(crate) fn now(&self, clock: &dyn Clock) -> Now {
         let reading = clock.read();
+        let slack_left_ms = self.slack_left_ms.load(Ordering::Acquire);
         let ahead = i128::from(self.ahead_ms.load(Ordering::Relaxed));
         let trusted_ms = trusted_at(ahead, reading.boot_ms);
         let lead = reading.wall_ms.saturating_sub(trusted_ms);
@@ -235,7 +237,7 @@ impl TrustedTime {
             trusted_ms,
             boot_ms: reading.boot_ms,
             latest_ms: trusted_ms.max(reading.wall_ms),
-            suspect: lead > self.slack_left_ms.load(Ordering::Relaxed).max(PUSH_MS_MIN),
+            suspect: lead > slack_left_ms.max(PUSH_MS_MIN),
         }
     }
 

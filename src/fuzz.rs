@@ -142,6 +142,7 @@ fn search_run(run: &[u8], filter: &[u8]) {
         segment_bytes: 1 << 20,
         superseded_count: header.superseded_count,
         segments_count: header.segments_count,
+        times: run.times().to_vec(),
     };
     let mut written = 0;
     let merged = merge(

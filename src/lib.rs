@@ -16,6 +16,7 @@
 mod clock;
 mod error;
 mod key;
+mod key_time;
 mod options;
 mod position;
 mod stamp;
@@ -50,6 +51,7 @@ pub use key::{
     EVIDENCE_BYTES_MAX, Fingerprint, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, NamespaceKind,
     OUTCOME_BYTES_MAX,
 };
+pub use key_time::KeyTime;
 pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
     OUTCOME_BYTES_DEFAULT, OpenMode, Options, ProgressCallback, RETENTION_DEFAULT, Retention,

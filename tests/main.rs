@@ -37,6 +37,7 @@ mod crash;
 mod damage;
 #[cfg(feature = "testing")]
 mod golden;
+mod key_time;
 mod kill;
 #[cfg(feature = "testing")]
 mod model;

@@ -139,10 +139,7 @@ impl Engine {
         let now = self.now();
         let (segment, frozen, end) = {
             let mut core = self.core();
-            if let Some(error) = self.poison.error() {
-                return Err(error.maybe_applied());
-            }
-            super::check_open(&core).map_err(Error::maybe_applied)?;
+            self.check_writable(&core).map_err(Error::maybe_applied)?;
             core.mark(self.syncer.durable(), now.trusted_ms);
             self.write_out(&mut core)?;
             (

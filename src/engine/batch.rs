@@ -9,6 +9,7 @@ use super::core::{Core, Need, Older, Room};
 use super::handle::Handle;
 use super::lookup::{Completed, Searched, Snapshot, Wanted};
 use super::namespace::{Answer, ClaimOptions, Namespace, Space};
+use super::pass::{Ahead, Item, Resting, Rests, Written, later, next_pass};
 use super::update::{Attempt, Decided, Levels, Search, Step};
 use super::{Engine, check_open};
 use crate::clock::Now;
@@ -19,7 +20,6 @@ use crate::log::sync::FailureCount;
 use crate::model::claim as model;
 use crate::model::claim::{ChangeDecision, Entry, Env};
 use crate::options::{Durability, Retention};
-use crate::position::Position;
 use crate::verdict::{Change, CommitVerdict, KeyState, Observed};
 
 /// How one key is observed.
@@ -54,8 +54,8 @@ impl ObserveOptions {
 /// between the two loses it. Clones are handles of the same filter.
 #[derive(Clone, Debug)]
 pub struct Filter {
-    handle: Arc<Handle>,
-    space: Arc<Space>,
+    pub(super) handle: Arc<Handle>,
+    pub(super) space: Arc<Space>,
 }
 
 /// What one observation wants.
@@ -64,13 +64,6 @@ struct Observation {
     expires_at_s: u32,
     sliding: bool,
     level: Durability,
-}
-
-/// The highest record that a verdict of a batch rests on.
-#[derive(Clone, Copy, Debug)]
-struct Rests {
-    end: Position,
-    failures: FailureCount,
 }
 
 impl Filter {
@@ -104,7 +97,7 @@ impl Filter {
         let key = key.as_ref();
         check_key(key)?;
         let engine = &self.handle.engine;
-        let wanted = engine.wanted(self.space.id, key);
+        let wanted = engine.wanted_in(&self.space, key);
         let mut in_file = false;
         loop {
             let snapshot = engine.snapshot(wanted.h);
@@ -140,7 +133,8 @@ impl Filter {
     }
 
     /// Observes many keys, in order: the first of a repeat inside the batch is new, the others
-    /// are duplicates. One write and one flush serve all. A bad key is an error of its own item.
+    /// are duplicates. One flush serves all, and one write up to 1024 keys. A bad key is an error
+    /// of its own item, and so is one whose record cannot be read.
     ///
     /// # Errors
     /// As [`Filter::observe`], for the batch as a whole: its keys may or may not be remembered.
@@ -165,9 +159,10 @@ impl Filter {
         let level = engine.level(self.space.options.durability, options.durability);
         let mut rests: Option<Rests> = None;
         let mut written = Written::default();
-        while items.iter().any(Item::is_open) {
-            let snapshot = engine.snapshot_many(&mut items);
-            let searched = engine.search_many(&snapshot, &mut items, &|_| ());
+        let mut done = 0;
+        while let Some(pass) = next_pass(&mut items, &mut done) {
+            let snapshot = engine.snapshot_many(pass, false);
+            let searched = engine.search_many(&snapshot, pass, &|_| ());
             let now = engine.now();
             let asked = self.observation(options, &now);
             let mut no_room = None;
@@ -176,8 +171,8 @@ impl Filter {
                 let checked = engine.check_writable(&core);
                 let checked = checked.and_then(|()| core.check_namespace(&self.space));
                 checked.map_err(|e| written.error(e))?;
-                let mut ahead = Ahead::new(&items);
-                for (item, searched) in items.iter_mut().zip(searched) {
+                let mut ahead = Ahead::new(pass);
+                for (item, searched) in pass.iter_mut().zip(searched) {
                     ahead.fetch_table(&core);
                     let Some(searched) = searched else {
                         continue;
@@ -198,12 +193,15 @@ impl Filter {
                         } => {
                             item.answer = Some(Ok(observed));
                             rests = later(rests, on);
+                            written.answered = true;
                             written.now |= appended;
                         }
                     }
                 }
-                let finished = engine.finish_append(&mut core, level);
-                finished.map_err(|e| written.error_of_write(e))?;
+                if written.now {
+                    let finished = engine.finish_append(&mut core, level);
+                    finished.map_err(|e| written.error_of_write(e))?;
+                }
             }
             written.end_pass();
             if let Some(room) = no_room {
@@ -382,135 +380,18 @@ enum One {
     Refused(Error),
 }
 
-/// One key of a batch.
-struct Item<'a, R> {
-    wanted: Wanted<'a>,
-    in_file: bool,
-    answer: Option<Result<R>>,
-}
-
-impl<'a, R> Item<'a, R> {
-    /// A bad key is answered at once.
-    fn new(engine: &Engine, space: &Space, key: &'a [u8]) -> Self {
-        Item {
-            wanted: engine.wanted(space.id, key),
-            in_file: false,
-            answer: check_key(key).err().map(Err),
-        }
-    }
-
-    fn is_open(&self) -> bool {
-        self.answer.is_none()
-    }
-}
-
-/// Has the processor fetch what the keys some places further on will need: while one key waits
-/// for memory, so do the next ones.
-struct Ahead {
-    hashes: Vec<u64>,
-    next: usize,
-}
-
-/// How far: more lines than this are not fetched at a time.
-const AHEAD: usize = 12;
-
-impl Ahead {
-    fn new<R>(items: &[Item<'_, R>]) -> Self {
-        Ahead {
-            hashes: items.iter().map(|item| item.wanted.h).collect(),
-            next: 0,
-        }
-    }
-
-    /// Calls `fetch` for the hashes that have come near since the last call.
-    fn fetch(&mut self, fetch: impl Fn(u64)) {
-        let count = if self.next == 0 { AHEAD } else { 1 };
-        for h in self.hashes.iter().skip(self.next).take(count) {
-            fetch(*h);
-        }
-        self.next += count;
-    }
-
-    fn fetch_table(&mut self, core: &Core) {
-        self.fetch(|h| core.table.prefetch(h));
-    }
-}
-
 fn is_remembered(older: &Older, now: &Now) -> bool {
     older.kind != Kind::Forgotten
         && (older.expires_at_s == 0 || now.trusted_ms < u64::from(older.expires_at_s) * 1000)
 }
 
-/// A batch waits for the furthest record that any of its verdicts rests on. A failure between
-/// two passes concerns the earlier one, so the earliest count is kept.
-fn later(rests: Option<Rests>, on: Rests) -> Option<Rests> {
-    Some(match rests {
-        None => on,
-        Some(before) => Rests {
-            end: before.end.max(on.end),
-            failures: before.failures,
-        },
-    })
-}
-
-/// Which passes of a batch have appended: what of it may be in the log when it fails.
-#[derive(Clone, Copy, Debug, Default)]
-struct Written {
-    now: bool,
-    before: bool,
-    passes_count: u32,
-}
-
-impl Written {
-    fn end_pass(&mut self) {
-        self.passes_count += u32::from(self.now);
-        self.before |= self.now;
-        self.now = false;
-    }
-
-    /// Between two writes: what was appended stays, and is written with what comes next.
-    fn error(self, error: Error) -> Error {
-        if self.before || self.now {
-            error.maybe_applied()
-        } else {
-            error
-        }
-    }
-
-    /// A write that failed was taken back, and what was written before it was not.
-    fn error_of_write(self, error: Error) -> Error {
-        if self.before {
-            error.maybe_applied()
-        } else {
-            error
-        }
-    }
-
-    /// A batch of one pass is written and taken back as a whole.
-    fn error_of_wait(self, error: Error) -> Error {
-        if self.passes_count > 1 {
-            error.maybe_applied()
-        } else {
-            error
-        }
-    }
-}
-
-/// What the verdicts of a batch rest on: its own records, and older ones.
-#[derive(Clone, Copy, Debug, Default)]
-struct Resting {
-    written: Option<Rests>,
-    read: Option<Rests>,
-}
-
-impl Resting {
-    fn add(&mut self, is_written: bool, on: Rests) {
-        if is_written {
-            self.written = later(self.written, on);
-        } else {
-            self.read = later(self.read, on);
-        }
-    }
+/// Keys that are decided about together.
+struct Batch<'a> {
+    space: &'a Space,
+    keys: &'a [&'a [u8]],
+    levels: Levels,
+    /// They are there, and mostly in the active segment: that is asked first.
+    is_known: bool,
 }
 
 impl Engine {
@@ -526,41 +407,58 @@ impl Engine {
     /// that may be told as durable.
     fn update_many<R>(
         &self,
-        space: &Space,
-        keys: &[&[u8]],
-        levels: Levels,
+        batch: Batch<'_>,
         answers: &mut Vec<Option<Result<Decided<R>>>>,
         decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
         retention: impl Fn(usize) -> Retention,
     ) -> Result<()> {
-        let mut items: Vec<Item<'_, Decided<R>>> =
-            keys.iter().map(|key| Item::new(self, space, key)).collect();
-        let done = self.decide_many(space, &mut items, levels, decide, retention);
+        let mut items: Vec<Item<'_, Decided<R>>> = batch
+            .keys
+            .iter()
+            .map(|key| Item::new(self, batch.space, key))
+            .collect();
+        let done = self.decide_many(&batch, &mut items, decide, retention);
         answers.extend(items.into_iter().map(|item| item.answer));
-        done
+        let (rests, written) = done?;
+        let levels = batch.levels;
+        for (rests, level) in [(rests.written, levels.write), (rests.read, levels.answer)] {
+            if let Some(rests) = rests {
+                let ensured = self.ensure(rests.end, rests.failures, level);
+                ensured.map_err(|e| written.error_of_wait(e))?;
+            }
+        }
+        Ok(())
     }
 
+    /// Returns what the answers rest on, and what of them was appended.
     fn decide_many<R>(
         &self,
-        space: &Space,
+        batch: &Batch<'_>,
         items: &mut [Item<'_, Decided<R>>],
-        levels: Levels,
         mut decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
         retention: impl Fn(usize) -> Retention,
-    ) -> Result<()> {
+    ) -> Result<(Resting, Written)> {
+        let Batch {
+            space,
+            levels,
+            is_known,
+            ..
+        } = *batch;
         let mut rests = Resting::default();
         let mut written = Written::default();
-        while items.iter().any(Item::is_open) {
-            let snapshot = self.snapshot_many(items);
-            let searched = self.search_many(&snapshot, items, &Entry::of_record);
+        let mut done = 0;
+        while let Some(pass) = next_pass(items, &mut done) {
+            let first = done;
+            let snapshot = self.snapshot_many(pass, is_known);
+            let searched = self.search_many(&snapshot, pass, &Entry::of_record);
             let now = self.now();
             let mut no_room = None;
             {
                 let mut core = self.core();
                 let checked = self.check_writable(&core);
                 checked.map_err(|e| written.error(e))?;
-                let mut ahead = Ahead::new(items);
-                for (index, (item, searched)) in items.iter_mut().zip(searched).enumerate() {
+                let mut ahead = Ahead::new(pass);
+                for (index, (item, searched)) in (first..).zip(pass.iter_mut().zip(searched)) {
                     ahead.fetch_table(&core);
                     let Some(searched) = searched else {
                         continue;
@@ -593,65 +491,24 @@ impl Engine {
                             failures,
                         }) => {
                             rests.add(decided.written.is_some(), Rests { end, failures });
+                            written.answered = true;
                             written.now |= decided.written.is_some();
                             item.answer = Some(Ok(decided));
                         }
                         Err(error) => item.answer = Some(Err(error)),
                     }
                 }
-                let finished = self.finish_append(&mut core, levels.write);
-                finished.map_err(|e| written.error_of_write(e))?;
+                if written.now {
+                    let finished = self.finish_append(&mut core, levels.write);
+                    finished.map_err(|e| written.error_of_write(e))?;
+                }
             }
             written.end_pass();
             if let Some(room) = no_room {
                 self.make_room(room).map_err(|e| written.error(e))?;
             }
         }
-        for (rests, level) in [(rests.written, levels.write), (rests.read, levels.answer)] {
-            if let Some(rests) = rests {
-                let ensured = self.ensure(rests.end, rests.failures, level);
-                ensured.map_err(|e| written.error_of_wait(e))?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Takes a snapshot for a pass over a batch, and notes which keys may have records that must be
-    /// read from the active segment's file.
-    fn snapshot_many<R>(&self, items: &mut [Item<'_, R>]) -> Snapshot {
-        let mut ahead = Ahead::new(items);
-        let core = self.core();
-        for item in items {
-            ahead.fetch_table(&core);
-            let mut candidates = core.table.candidates(item.wanted.h);
-            item.in_file = candidates.any(|offset| !core.writer.is_in_memory(offset));
-        }
-        Snapshot::of(&core)
-    }
-
-    /// Searches for all keys that have no answer yet. One that cannot be searched for is answered
-    /// with the error.
-    fn search_many<R, T>(
-        &self,
-        snapshot: &Snapshot,
-        items: &mut [Item<'_, R>],
-        extract: &impl Fn(&Record<'_>) -> T,
-    ) -> Vec<Option<Searched<T>>> {
-        let mut ahead = Ahead::new(items);
-        let search = |item: &mut Item<'_, R>| {
-            ahead.fetch(|h| snapshot.prefetch(h));
-            if !item.is_open() {
-                return None;
-            }
-            match self.search(snapshot, item.wanted, item.in_file, extract) {
-                Ok(searched) => Some(searched),
-                Err(error) => {
-                    item.answer = Some(Err(error));
-                    None
-                }
-            }
-        };
-        items.iter_mut().map(search).collect()
+        Ok((rests, written))
     }
 }
 
@@ -670,10 +527,14 @@ impl<C: EffectClass> Namespace<C> {
         let keys: Vec<&[u8]> = keys.iter().map(AsRef::as_ref).collect();
         let request = self.request(options);
         let mut answers = Vec::with_capacity(keys.len());
+        let batch = Batch {
+            space: &self.space,
+            keys: &keys,
+            levels: self.claim_levels(options.detached),
+            is_known: false,
+        };
         let claimed = self.handle.engine.update_many(
-            &self.space,
-            &keys,
-            self.claim_levels(options.detached),
+            batch,
             &mut answers,
             |_, entry, env| self.decide_claim(entry, env, &request),
             |_| self.space.options.retention,
@@ -724,13 +585,17 @@ impl<C: EffectClass> Namespace<C> {
             .map(|(key, _, _, checked)| if checked.is_ok() { key.as_slice() } else { b"" })
             .collect();
         let mut answers = Vec::with_capacity(keys.len());
-        engine.update_many(
-            &self.space,
-            &keys,
-            Levels {
+        let batch = Batch {
+            space: &self.space,
+            keys: &keys,
+            levels: Levels {
                 write: level,
                 answer: level,
             },
+            is_known: true,
+        };
+        engine.update_many(
+            batch,
             &mut answers,
             |index, entry, env| match claims.get(index) {
                 Some((_, epoch, commit, _)) => {

@@ -544,7 +544,7 @@ impl<C: EffectClass> Namespace<C> {
     ) -> Result<CommitVerdict> {
         self.check_outcome(key, commit.outcome.as_ref().map_or(0, Vec::len))?;
         let level = self.level(commit.durability);
-        let decided = self.handle.engine.update(
+        let decided = self.handle.engine.update_known(
             &self.space,
             key,
             Levels {

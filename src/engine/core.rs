@@ -21,6 +21,7 @@ use crate::format::{to_u32, to_usize};
 use crate::index::active::{ActiveTable, SlotUndo};
 use crate::index::run::Run;
 use crate::key::NamespaceKind;
+use crate::key_time::KeyTime;
 use crate::log::segment::SegmentFile;
 use crate::log::writer::Writer;
 use crate::model::retention::{DropTime, inherited, keeps_segment_until};
@@ -138,6 +139,8 @@ pub(crate) struct UnsettledEntry {
 pub(crate) struct KnownNamespace {
     pub(crate) name: String,
     pub(crate) kind: NamespaceKind,
+    /// How keys tell when they were made, if this opener has said so.
+    pub(crate) key_time: Option<KeyTime>,
 }
 
 /// What is needed to take one append back.

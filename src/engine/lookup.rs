@@ -10,9 +10,11 @@ use std::sync::Arc;
 
 use super::Engine;
 use super::core::{Core, Older, Part, View};
+use super::namespace::Space;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Malformed;
 use crate::format::record::{Frame, Record};
+use crate::key_time::KeyBucket;
 use crate::log::segment::{ReadError, SegmentFile};
 use crate::log::sync::FailureCount;
 use crate::position::Position;
@@ -41,6 +43,8 @@ pub(crate) struct Wanted<'a> {
     pub(crate) namespace: u16,
     pub(crate) key: &'a [u8],
     pub(crate) h: u64,
+    /// When the key was made, if it tells.
+    pub(crate) time: Option<KeyBucket>,
 }
 
 impl Wanted<'_> {
@@ -71,9 +75,13 @@ pub(crate) struct Snapshot {
 }
 
 impl Snapshot {
-    /// Has the processor fetch what a search for this hash reads first.
-    pub(crate) fn prefetch(&self, h: u64) {
-        self.view.parts.iter().for_each(|part| part.run.prefetch(h));
+    /// Has the processor fetch what a search for this key reads first.
+    pub(crate) fn prefetch(&self, wanted: Wanted<'_>) {
+        for part in &self.view.parts {
+            if !part.run.excludes(wanted.namespace, wanted.time) {
+                part.run.prefetch(wanted.h);
+            }
+        }
     }
 
     pub(crate) fn of(core: &Core) -> Self {
@@ -189,6 +197,15 @@ impl Engine {
             namespace,
             key,
             h: self.hash.hash(namespace, key),
+            time: None,
+        }
+    }
+
+    /// The same for a key of an open namespace, which may know how its keys tell their time.
+    pub(crate) fn wanted_in<'a>(&self, space: &Space, key: &'a [u8]) -> Wanted<'a> {
+        Wanted {
+            time: space.options.key_time.and_then(|time| time.bucket(key)),
+            ..self.wanted(space.id, key)
         }
     }
 
@@ -280,11 +297,16 @@ impl Engine {
         }
         let mut places = Vec::new();
         for part in &view.parts {
+            if part.run.excludes(wanted.namespace, wanted.time) {
+                continue;
+            }
             // A part of a filter that is damaged excludes nothing; the run itself may be whole.
-            match part.run.may_contain(wanted.h) {
-                Ok(false) => continue,
-                Ok(true) => {}
-                Err(_) => self.rebuild_soon(part),
+            if !part.is_damaged() {
+                match part.run.may_contain(wanted.h) {
+                    Ok(false) => continue,
+                    Ok(true) => {}
+                    Err(_) => self.rebuild_soon(part),
+                }
             }
             places.clear();
             if let Err(why) = part.run.find(wanted.h, &mut places) {
@@ -347,7 +369,7 @@ pub(crate) fn read_error(error: ReadError, segment: &SegmentFile, offset: u32) -
 mod tests {
     use super::*;
     use crate::vfs::sim::SimDisk;
-    use crate::{Durability, NamespaceOptions, ObserveOptions, Options};
+    use crate::{Durability, KeyTime, NamespaceOptions, ObserveOptions, Options};
 
     /// A hash of 44 bits is shared by some keys of a large store: here one is asked for under the
     /// hash of another, wherever that one lies.
@@ -367,6 +389,7 @@ mod tests {
                     namespace,
                     key,
                     h: wanted.h,
+                    time: None,
                 };
                 assert!(engine.locate(wanted, |_| ()).unwrap().hit.is_none());
             }
@@ -382,5 +405,42 @@ mod tests {
         log.maintain().unwrap();
         assert!(log.stats().runs_count > 0);
         check();
+    }
+
+    #[test]
+    fn runs_of_other_times_are_not_asked() {
+        let disk = SimDisk::new();
+        let options = Options::new().segment_bytes(4096).background(false);
+        let log = options.open_on(disk.dir()).unwrap();
+        let time = KeyTime::Snowflake { epoch_ms: 0 };
+        let options = NamespaceOptions::new().outcome_bytes_max(0).key_time(time);
+        let filter = log.filter("f", options).unwrap();
+        let key = |hour: u64, n: u64| ((hour * 3_600_000) << 22 | n).to_string();
+        let all: Vec<String> = (0..2000).map(|n| key(10 + n / 60, n)).collect();
+        for answer in filter.observe_many(&all).unwrap() {
+            assert!(answer.unwrap().is_new());
+        }
+        for _ in 0..4 {
+            log.maintain().unwrap();
+        }
+        let engine = &log.handle.engine;
+        let space = &filter.space;
+        let asked = |key: &str| {
+            let wanted = engine.wanted_in(space, key.as_bytes());
+            let view = Arc::clone(&engine.core().view);
+            let parts = view.parts.iter();
+            parts
+                .filter(|part| !part.run.excludes(1, wanted.time))
+                .count()
+        };
+        let runs = engine.core().view.parts.len();
+        assert!(runs >= 3, "runs={runs}");
+        assert_eq!(asked(&key(9, 1)), 0);
+        assert!(
+            (1..=2).contains(&asked(&key(10, 1))),
+            "{}",
+            asked(&key(10, 1))
+        );
+        assert_eq!(asked("no time"), runs);
     }
 }

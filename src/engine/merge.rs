@@ -19,7 +19,7 @@ use super::core::{Part, View};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
 use crate::format::names::FileName;
-use crate::format::to_u32;
+use crate::format::{times, to_u32};
 use crate::index::build::RunPlan;
 use crate::index::merge::{MergeError, merge};
 use crate::index::run::Run;
@@ -36,7 +36,7 @@ impl Engine {
         let _one_at_a_time = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
         let view = {
             let core = self.core();
-            if core.closed || self.poisoned().is_some() {
+            if !self.may_maintain(&core) {
                 return Ok(false);
             }
             Arc::clone(&core.view)
@@ -74,6 +74,7 @@ impl Engine {
             .collect();
         let generation = inputs.iter().map(|p| p.run.header.generation).max();
         let segment_bytes = live.iter().map(|(_, bytes)| *bytes).max();
+        let times: Vec<_> = inputs.iter().map(|part| part.run.times()).collect();
         RunPlan {
             store: self.store,
             hash_key_id: self.hash.id(),
@@ -83,6 +84,7 @@ impl Engine {
             segment_bytes: segment_bytes.unwrap_or(self.options.segment_bytes),
             superseded_count: inputs.iter().map(|p| p.run.header.superseded_count).sum(),
             segments_count: to_u32(live.len()),
+            times: times::merged(&times),
         }
     }
 
@@ -176,12 +178,15 @@ fn live<'a>(view: &'a View, part: &Part) -> impl Iterator<Item = u64> + 'a {
 /// Says whether runs of so many bytes of log are to be merged.
 fn fit(bytes: &[u64], full: u64, heaviest: u64) -> bool {
     let total: u64 = bytes.iter().sum();
-    if bytes.len() == FAN_IN && total <= full {
+    let largest = bytes.iter().max().copied().unwrap_or(0);
+    // Each twice as large as the one before: the largest is a little over half of them all. With a
+    // larger one it would be written again and again for a few small ones.
+    if bytes.len() == FAN_IN && total <= full && largest * 5 <= total * 3 {
         return true;
     }
     let weights = || bytes.iter().map(|bytes| bytes.div_ceil(full).max(1));
     let (sum, least) = (weights().sum::<u64>(), weights().min().unwrap_or(1));
-    let alike = weights().max().unwrap_or(1) < 2 * least;
+    let alike = largest <= 2 * bytes.iter().min().copied().unwrap_or(0);
     // Fewer than four only where four would be too many.
     let enough = bytes.len() == FAN_IN || least >= FAN_IN as u64 && sum + least > heaviest;
     alike && enough && sum <= heaviest
@@ -283,5 +288,7 @@ mod tests {
         let small = [64 << 10, 128 << 10, 256 << 10, 512 << 10];
         assert!(fit(&small, FULL, 4));
         assert!(!fit(&small[..3], FULL, 4));
+        assert!(fit(&[1 << 20; 4], FULL, 4));
+        assert!(!fit(&[4 * FULL, 1 << 20, 1 << 20, 1 << 20], 8 * FULL, 4));
     }
 }

@@ -20,6 +20,7 @@ mod lookup;
 mod merge;
 pub(crate) mod namespace;
 mod open;
+mod pass;
 mod poison;
 mod prepare;
 mod recovery;
@@ -142,6 +143,7 @@ impl Engine {
     }
 
     fn edit_manifest_at(&self, anchor: Anchor, change: impl FnOnce(&mut Manifest)) -> Result<()> {
+        self.check_home()?;
         let edited = self.catalog().edit(|manifest| {
             manifest.anchor = anchor;
             change(manifest);
@@ -231,19 +233,31 @@ impl Engine {
         })
     }
 
+    /// Says whether background work may be done: by the opener's process, while the store is open
+    /// and sound.
+    fn may_maintain(&self, core: &Core) -> bool {
+        !core.closed && self.poisoned().is_none() && self.home.is_at_home()
+    }
+
     /// Checks what every writing call checks first.
     pub(crate) fn check_writable(&self, core: &Core) -> Result<()> {
         check_open(core)?;
-        if !self.home.is_at_home() {
-            return Err(Error::new(
-                ErrorKind::Closed,
-                "handle was inherited by a forked child; open the store in the child instead",
-            ));
-        }
+        self.check_home()?;
         match self.poison.error() {
             Some(error) => Err(error),
             None => Ok(()),
         }
+    }
+
+    /// Refuses a child of the process that opened the store.
+    fn check_home(&self) -> Result<()> {
+        if self.home.is_at_home() {
+            return Ok(());
+        }
+        Err(Error::new(
+            ErrorKind::Closed,
+            "handle was inherited by a forked child; open the store in the child instead",
+        ))
     }
 
     pub(crate) fn level(

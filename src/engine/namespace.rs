@@ -310,7 +310,7 @@ impl<C: EffectClass> Namespace<C> {
         if let Probed::Applied(outcome) = &found {
             self.check_outcome(key, outcome.len())?;
         }
-        let decided = self.handle.engine.update(
+        let decided = self.handle.engine.update_known(
             &self.space,
             key,
             self.claim_levels(request.detached),
@@ -471,7 +471,7 @@ impl<C: EffectClass> Namespace<C> {
             write: level,
             answer: level,
         };
-        let decided = self.handle.engine.update(
+        let decided = self.handle.engine.update_known(
             &self.space,
             key,
             levels,

@@ -225,6 +225,7 @@ pub(super) fn recover(
                 KnownNamespace {
                     name: n.name.clone(),
                     kind: n.kind,
+                    key_time: None,
                 },
             )
         })

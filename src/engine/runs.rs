@@ -181,6 +181,8 @@ pub(super) fn rebuild_run(
         segment_bytes: segment.bytes,
         superseded_count: u64::from(replayed.tally.superseded_count),
         segments_count: 1,
+        // Nobody has said yet how keys tell their time.
+        times: Vec::new(),
     };
     install_run(dir, &plan, &replayed.table.sorted())
 }

@@ -15,11 +15,13 @@ use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{RunEntry, SealedEntry};
 use crate::format::names::FileName;
-use crate::format::record::{FRAME_BYTES_MAX, SEAL_BYTES, SYNC_MARK_BYTES};
+use crate::format::record::{FRAME_BYTES_MAX, Record, SEAL_BYTES, SYNC_MARK_BYTES};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::times::Coverage;
 use crate::format::{to_u32, to_usize};
 use crate::index::build::{BuiltRun, RunPlan, build};
 use crate::index::run::Run;
+use crate::key_time::KeyTime;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::model::retention::{DropTime, keeps_segment_until, sparse_at};
@@ -140,7 +142,7 @@ impl Engine {
     fn seal_one(&self, frozen: &Arc<Frozen>) -> Result<()> {
         self.sync_frozen(frozen)?;
         let id = frozen.segment.id;
-        let entry = check_frozen(frozen)?;
+        let (entry, times) = check_frozen(frozen, &self.key_times())?;
         let entries = frozen.table.sorted();
         if entries.len() as u64 != expected_entries(frozen) {
             return Err(Error::damaged(
@@ -150,7 +152,7 @@ impl Engine {
             ));
         }
         let superseded_count = u64::from(frozen.tally.superseded_count);
-        let run = self.write_run(&frozen.segment, &entries, superseded_count, 0)?;
+        let run = self.write_run(&frozen.segment, &entries, superseded_count, 0, times)?;
         let segment = Arc::new(frozen.segment.sealed(self.dir.as_ref()).map_err(|e| {
             Error::io("mapping a sealed segment failed", e).in_file(frozen.segment.name())
         })?);
@@ -185,6 +187,15 @@ impl Engine {
         Ok(())
     }
 
+    /// Returns the namespaces whose keys tell when they were made.
+    fn key_times(&self) -> Vec<(u16, KeyTime)> {
+        let core = self.core();
+        let known = core.namespaces.iter();
+        known
+            .filter_map(|(id, n)| Some((*id, n.key_time?)))
+            .collect()
+    }
+
     /// Writes run and filter of one segment and opens them.
     pub(crate) fn write_run(
         &self,
@@ -192,6 +203,7 @@ impl Engine {
         entries: &[(u64, u32)],
         superseded_count: u64,
         generation: u32,
+        times: Vec<Coverage>,
     ) -> Result<Run> {
         let plan = RunPlan {
             store: self.store,
@@ -202,6 +214,7 @@ impl Engine {
             segment_bytes: segment.bytes,
             superseded_count,
             segments_count: 1,
+            times,
         };
         install_run(self.dir.as_ref(), &plan, entries)
     }
@@ -256,8 +269,12 @@ fn expected_entries(frozen: &Frozen) -> u64 {
     u64::from(frozen.tally.records_count()) - u64::from(frozen.tally.superseded_count)
 }
 
-/// Reads a frozen segment once more, whole, and says what the manifest keeps of it.
-fn check_frozen(frozen: &Frozen) -> Result<SealedEntry> {
+/// Reads a frozen segment once more, whole, and says what the manifest keeps of it, and which times
+/// its keys are of.
+fn check_frozen(
+    frozen: &Frozen,
+    key_times: &[(u16, KeyTime)],
+) -> Result<(SealedEntry, Vec<Coverage>)> {
     let segment = &frozen.segment;
     let io = |e| Error::io("mapping a full segment failed", e).in_file(segment.name());
     let bytes = segment.freeze().map_err(io)?;
@@ -265,9 +282,11 @@ fn check_frozen(frozen: &Frozen) -> Result<SealedEntry> {
     let mut needs = Vec::new();
     let mut replay = Replay::new(bytes, segment.nonce);
     let mut records_count = 0;
+    let mut times = Times::new(key_times);
     for item in replay.by_ref() {
         if let Item::Record(_, record) = item {
             records_count += 1;
+            times.add(&record);
             let until = keeps_segment_until(&record);
             needs.push((until, to_u32(record.frame_bytes())));
         }
@@ -282,7 +301,7 @@ fn check_frozen(frozen: &Frozen) -> Result<SealedEntry> {
     let sparse = sparse_at(&mut needs)
         .min(frozen.tally.drop_at)
         .max(DropTime::NOW);
-    Ok(SealedEntry {
+    let entry = SealedEntry {
         end: frozen.end,
         records_count,
         unsettled_count: to_u32(frozen.tally.unsettled_count),
@@ -290,7 +309,34 @@ fn check_frozen(frozen: &Frozen) -> Result<SealedEntry> {
         began_at_s: frozen.began_at_s,
         sparse_at_s: sparse.to_disk(),
         crc: crc32fast::hash(bytes),
-    })
+    };
+    Ok((entry, times.coverage))
+}
+
+/// Gathers the times of the keys of a segment, for the namespaces whose keys tell it.
+struct Times<'a> {
+    key_times: &'a [(u16, KeyTime)],
+    coverage: Vec<Coverage>,
+}
+
+impl<'a> Times<'a> {
+    fn new(key_times: &'a [(u16, KeyTime)]) -> Self {
+        let coverage = |(id, time): &(u16, KeyTime)| Coverage::new(*id, time.function());
+        Times {
+            key_times,
+            coverage: key_times.iter().map(coverage).collect(),
+        }
+    }
+
+    fn add(&mut self, record: &Record<'_>) {
+        for ((id, time), coverage) in self.key_times.iter().zip(&mut self.coverage) {
+            if *id == record.namespace
+                && let Some(found) = time.bucket(record.key)
+            {
+                coverage.insert(found.bucket);
+            }
+        }
+    }
 }
 
 impl Part {

@@ -16,7 +16,7 @@ impl Engine {
     /// Reads a key's state.
     pub(crate) fn get(&self, space: &Space, key: &[u8]) -> Result<KeyState> {
         check_key(key)?;
-        let located = self.locate(self.wanted(space.id, key), Entry::of_record)?;
+        let located = self.locate(self.wanted_in(space, key), Entry::of_record)?;
         let now = self.now();
         let core = self.core();
         check_open(&core)?;
@@ -97,6 +97,9 @@ impl Engine {
         let frame_bytes = to_u32(self.largest_frame_bytes(&space));
         let mut core = self.core();
         core.frame_bytes_max = core.frame_bytes_max.max(frame_bytes);
+        if let (Some(known), Some(time)) = (core.namespaces.get_mut(&id), space.options.key_time) {
+            known.key_time = Some(time);
+        }
         drop(core);
         Ok(space)
     }
@@ -121,6 +124,7 @@ impl Engine {
         let known = KnownNamespace {
             name: name.to_owned(),
             kind,
+            key_time: None,
         };
         self.core().namespaces.insert(id, known);
         Ok(id)

@@ -52,7 +52,7 @@ impl Engine {
     }
 
     fn maintain_held(&self, upkeep: &mut Upkeep) -> Result<()> {
-        if self.core().closed || self.poisoned().is_some() {
+        if !self.may_maintain(&self.core()) {
             return Ok(());
         }
         // One task that fails must not keep the others from freeing space.
@@ -339,7 +339,8 @@ impl Engine {
                 super::runs::check_sealed(&sealed.segment, &sealed.entry)?;
                 let (entries, superseded) = self.entries_of(&sealed.segment, sealed.entry.end)?;
                 let generation = old.generation.wrapping_add(1);
-                built.push(self.write_run(&sealed.segment, &entries, superseded, generation)?);
+                let (segment, times) = (&sealed.segment, Vec::new());
+                built.push(self.write_run(segment, &entries, superseded, generation, times)?);
             }
             built.reverse();
             let entries: Vec<RunEntry> = built.iter().map(run_entry).collect();

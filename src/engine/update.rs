@@ -73,17 +73,41 @@ pub(crate) struct Search<'a> {
 }
 
 impl Engine {
-    /// Decides about one key. `decide` may be called several times; the last call counts.
+    /// Decides about one key, which is mostly new. `decide` may be called several times; the last
+    /// call counts.
     pub(crate) fn update<R>(
         &self,
         space: &Space,
         key: &[u8],
         levels: Levels,
         retention: Retention,
+        decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
+    ) -> Result<Decided<R>> {
+        self.update_from(false, space, key, levels, retention, decide)
+    }
+
+    /// The same for a key that is there, and mostly in the active segment: that is asked first.
+    pub(crate) fn update_known<R>(
+        &self,
+        space: &Space,
+        key: &[u8],
+        levels: Levels,
+        retention: Retention,
+        decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
+    ) -> Result<Decided<R>> {
+        self.update_from(true, space, key, levels, retention, decide)
+    }
+
+    fn update_from<R>(
+        &self,
+        mut in_file: bool,
+        space: &Space,
+        key: &[u8],
+        levels: Levels,
+        retention: Retention,
         mut decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
     ) -> Result<Decided<R>> {
-        let wanted = self.wanted(space.id, key);
-        let mut in_file = false;
+        let wanted = self.wanted_in(space, key);
         loop {
             let snapshot = self.snapshot(wanted.h);
             let search = Search {

@@ -27,8 +27,8 @@ pub(crate) enum FilterKind {
     Fuse,
 }
 
-/// `h * blocks` must fit 64 bits.
-const BLOCKS_MAX: u64 = 1 << (64 - HASH_BITS);
+/// Blocks or partitions, at most: `h * count` must fit 64 bits.
+pub(crate) const PARTS_MAX: u64 = 1 << (64 - HASH_BITS);
 
 /// The multipliers of Parquet's specification, one a word.
 const SALT: [u32; 8] = [
@@ -129,7 +129,7 @@ pub(crate) fn decode(bytes: &[u8], seed: u32) -> Result<(FilterHeader, &[u8]), M
     };
     let said = u64::from(header.parts_count) * part_bytes as u64;
     if header.parts_count == 0
-        || u64::from(header.parts_count) > BLOCKS_MAX
+        || u64::from(header.parts_count) > PARTS_MAX
         || summed.len() as u64 != said
     {
         return Err(Malformed("filter has another size than its header says"));
@@ -181,7 +181,7 @@ impl BloomBuilder {
         let blocks = (keys_max * BITS_PER_KEY)
             .div_ceil(BLOCK_BYTES as u64 * 8)
             .max(1);
-        let blocks = usize::try_from(blocks.min(BLOCKS_MAX)).unwrap_or(1);
+        let blocks = usize::try_from(blocks.min(PARTS_MAX)).unwrap_or(1);
         BloomBuilder {
             blocks: vec![[0; 8]; blocks],
         }

@@ -6,6 +6,7 @@
 //! hash, each with a checksum of its own, which is compared before its first answer.
 
 use super::Malformed;
+use super::filter::PARTS_MAX;
 use super::le::{Put, Reader};
 use super::run::{HASH_BITS, checksum};
 
@@ -31,7 +32,8 @@ pub(crate) struct Partition {
 
 /// Returns how many partitions a filter of so many keys has.
 pub(crate) fn partitions_for(keys_max: u64) -> u32 {
-    u32::try_from(keys_max.div_ceil(PARTITION_KEYS).max(1)).unwrap_or(1)
+    let count = keys_max.div_ceil(PARTITION_KEYS).clamp(1, PARTS_MAX);
+    u32::try_from(count).unwrap_or(1)
 }
 
 /// Returns the partition of h.

@@ -12,6 +12,7 @@ pub(crate) mod names;
 pub(crate) mod record;
 pub(crate) mod run;
 pub(crate) mod segment;
+pub(crate) mod times;
 
 /// The format this version writes; it reads this one only.
 pub(crate) const FORMAT: u16 = 1;

@@ -6,6 +6,7 @@
 //! what lets runs be merged without reading the log.
 
 use super::le::{Put, Reader, check_crc_at_end, put_crc_at_end, set_u32};
+use super::times::{self, Coverage};
 use super::{FORMAT, Malformed, StoreId, to_u32};
 
 pub(crate) const MAGIC: [u8; 8] = *b"idemlogR";
@@ -92,6 +93,9 @@ impl Geometry {
     }
 }
 
+/// Where in the header page the times of keys begin.
+const TIMES_AT: usize = 96;
+
 /// The first page of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RunHeader {
@@ -116,7 +120,7 @@ impl RunHeader {
         (1 + self.geometry.pages + u64::from(self.spill_pages)) * PAGE_BYTES as u64
     }
 
-    pub(crate) fn encode(&self) -> Vec<u8> {
+    pub(crate) fn encode(&self, times: &[Coverage]) -> Vec<u8> {
         let mut out = Vec::with_capacity(PAGE_BYTES);
         out.put(&MAGIC);
         out.put_u16(FORMAT);
@@ -133,6 +137,7 @@ impl RunHeader {
         out.put_u64(self.superseded_count);
         out.put_u32(self.spill_pages);
         out.put_u32(self.segments_count);
+        times::encode(times, &mut out, PAGE_BYTES - 4 - TIMES_AT);
         out.put_zeros(PAGE_BYTES - 4 - out.len());
         put_crc_at_end(&mut out);
         out
@@ -170,11 +175,20 @@ impl RunHeader {
             segments_count: r.u32()?,
         };
         header.geometry.check()?;
+        let room = (header.geometry.pages + u64::from(header.spill_pages)) * PAGE_SLOTS as u64;
+        if header.slots_count > room || header.hashes_count > header.slots_count {
+            return Err(Malformed("impossible counts of a run"));
+        }
         if header.file_bytes() != bytes.len() as u64 {
             return Err(Malformed("run has another size than its header says"));
         }
         Ok(header)
     }
+}
+
+/// Reads which times the keys of the run are of, from a header page that was verified.
+pub(crate) fn decode_times(run: &[u8]) -> Result<Vec<Coverage>, Malformed> {
+    times::decode(run.get(TIMES_AT..PAGE_BYTES - 4).unwrap_or_default())
 }
 
 /// Returns the checksum that ends the header page: it names the run and everything it counts.
@@ -311,7 +325,7 @@ mod tests {
             superseded_count: 8,
             segments_count: 2,
         };
-        let mut bytes = header.encode();
+        let mut bytes = header.encode(&[]);
         encode_page(&mut bytes, 6, 0, &[7, 8, 9], 0);
         assert_eq!(RunHeader::decode(&bytes), Ok(header));
         let page = Page::read(&bytes[PAGE_BYTES..], 0, Some(6)).unwrap();

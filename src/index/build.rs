@@ -7,6 +7,7 @@ use crate::format::filter::{BloomBuilder, FilterKind, FilterPlan};
 use crate::format::run::{
     Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number, run_seed,
 };
+use crate::format::times::Coverage;
 use crate::format::{StoreId, to_u32};
 
 /// Pages are handed on in chunks of so many bytes.
@@ -16,7 +17,7 @@ const CHUNK_BYTES: usize = 1024 * 1024;
 pub(crate) type IndexEntry = (u64, u64, u32);
 
 /// What a run is about.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct RunPlan {
     pub(crate) store: StoreId,
     pub(crate) hash_key_id: u64,
@@ -26,6 +27,7 @@ pub(crate) struct RunPlan {
     pub(crate) segment_bytes: u32,
     pub(crate) superseded_count: u64,
     pub(crate) segments_count: u32,
+    pub(crate) times: Vec<Coverage>,
 }
 
 /// The two files of one run.
@@ -184,7 +186,7 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
             superseded_count: plan.superseded_count,
             segments_count: plan.segments_count,
         };
-        let header = header.encode();
+        let header = header.encode(&plan.times);
         let plan = FilterPlan {
             store: plan.store,
             hash_key_id: plan.hash_key_id,
@@ -239,6 +241,7 @@ mod tests {
             segment_bytes: 65_536,
             superseded_count: 0,
             segments_count: 1,
+            times: Vec::new(),
         }
     }
 

@@ -51,11 +51,22 @@ impl FuseBuilder {
         if !self.hashes.is_empty()
             && let Ok(built) = BinaryFuse8::try_from_iterator(self.hashes.iter().copied())
         {
-            partition.seed = built.descriptor.seed;
-            partition.segment_length = built.descriptor.segment_length;
-            partition.segment_count_length = built.descriptor.segment_count_length;
-            partition.crc = checksum(self.seed, &built.fingerprints);
-            self.fingerprints.extend_from_slice(&built.fingerprints);
+            let whole = Partition {
+                seed: built.descriptor.seed,
+                segment_length: built.descriptor.segment_length,
+                segment_count_length: built.descriptor.segment_count_length,
+                crc: checksum(self.seed, &built.fingerprints),
+                ..partition
+            };
+            // A key that its filter excludes would be new again: nobody is believed.
+            if self
+                .hashes
+                .iter()
+                .all(|h| whole.may_contain(&built.fingerprints, *h))
+            {
+                partition = whole;
+                self.fingerprints.extend_from_slice(&built.fingerprints);
+            }
         }
         self.done.push(partition);
         self.hashes.clear();

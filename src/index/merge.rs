@@ -117,6 +117,7 @@ mod tests {
             segment_bytes: 1 << 20,
             superseded_count: 0,
             segments_count: 1,
+            times: Vec::new(),
         }
     }
 

@@ -5,7 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::format::Malformed;
 use crate::format::filter::{self, FILTER_HEADER_BYTES, FilterHeader, FilterKind};
 use crate::format::fuse::{self, Partition};
-use crate::format::run::{PAGE_BYTES, Page, RunHeader, header_crc, page_number, run_seed};
+use crate::format::run::{
+    PAGE_BYTES, Page, RunHeader, decode_times, header_crc, page_number, run_seed,
+};
+use crate::format::times::Coverage;
+use crate::key_time::KeyBucket;
 use crate::vfs::Map;
 
 /// A run whose header was verified. Pages, and partitions of its filter, are when first read.
@@ -13,6 +17,7 @@ use crate::vfs::Map;
 pub(crate) struct Run {
     map: Map,
     pub(crate) header: RunHeader,
+    times: Vec<Coverage>,
     filter_map: Map,
     filter: FilterHeader,
     /// Of a fuse filter.
@@ -29,13 +34,21 @@ impl Run {
     /// Opens a run and its filter, which must belong together.
     pub(crate) fn open(map: Map, filter_map: Map) -> Result<Run, Malformed> {
         map.advise_random();
+        filter_map.advise_will_need();
         let header = RunHeader::decode(&map)?;
+        let times = decode_times(&map)?;
         let seed = run_seed(header.store, header.lo, header.hi, header.generation);
         let (filter, body) = filter::decode(&filter_map, seed)?;
         let partitions = match filter.kind {
             FilterKind::Bloom => Vec::new(),
             FilterKind::Fuse => fuse::decode_table(body, filter.parts_count)?.0,
         };
+        let held: u64 = partitions.iter().map(|p| u64::from(p.keys_count)).sum();
+        if filter.kind == FilterKind::Fuse && held != filter.keys_count {
+            return Err(Malformed(
+                "partitions of a filter hold another number of keys",
+            ));
+        }
         let same = filter.store == header.store
             && filter.hash_key_id == header.hash_key_id
             && filter.generation == header.generation
@@ -48,6 +61,7 @@ impl Run {
         Ok(Run {
             map,
             header,
+            times,
             filter_map,
             filter,
             seed,
@@ -55,6 +69,15 @@ impl Run {
             verified_partitions: bits(partitions.len()),
             partitions,
         })
+    }
+
+    /// Says that no key of this time is in the run; `false` says nothing.
+    pub(crate) fn excludes(&self, namespace: u16, time: Option<KeyBucket>) -> bool {
+        time.is_some_and(|time| self.times.iter().any(|t| t.excludes(namespace, time)))
+    }
+
+    pub(crate) fn times(&self) -> &[Coverage] {
+        &self.times
     }
 
     /// Says whether the run may hold this hash; `false` is certain.

@@ -62,6 +62,15 @@ impl Map {
     }
 }
 
+impl Map {
+    /// Tells the kernel that all of it will be read. Only a hint, too.
+    pub(crate) fn advise_will_need(&self) {
+        if let Source::Mapped(mapped) = &self.0 {
+            mapped.advise(memmap2::Advice::WillNeed).unwrap_or_default();
+        }
+    }
+}
+
 impl Deref for Map {
     type Target = [u8];
 

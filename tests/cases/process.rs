@@ -11,8 +11,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use idemlog::{
-    ClaimOptions, ClaimVerdict, DedupLog, Durability, Error, ErrorKind, KeyState, Observed,
-    Options, Repeatable,
+    ClaimOptions, ClaimVerdict, DedupLog, Durability, Error, ErrorKind, KeyState, ObserveOptions,
+    Observed, Options, Repeatable,
 };
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -37,6 +37,7 @@ fn child() {
         "try" => say(&try_open(dir)),
         "outlived" => be_outlived(dir),
         "claim" => hold_a_claim(dir),
+        "fork" => fork_beside_an_unwritten_record(dir),
         "vectors" => {
             let (prints, derived) = claims::vectors();
             prints
@@ -520,4 +521,75 @@ fn c09_a_copy_of_a_closed_store_opens_beside_the_original() {
     }
     assert!(filter(&one).observe("late").unwrap().is_new());
     assert!(filter(&two).observe("late").unwrap().is_new());
+}
+
+/// Forks while a record is in memory only, has the child ask for it and do upkeep, and goes on.
+#[expect(unsafe_code, reason = "there is no safe way to fork")]
+fn fork_beside_an_unwritten_record(dir: &Path) {
+    unsafe extern "C" {
+        fn fork() -> i32;
+        fn _exit(code: i32) -> !;
+        fn waitpid(pid: i32, status: *mut i32, options: i32) -> i32;
+    }
+    let log = settings().background(false).open(dir).unwrap();
+    let seen = filter(&log);
+    for n in 0..100 {
+        assert!(seen.observe(long("before", n)).unwrap().is_new());
+    }
+    let buffered = ObserveOptions::new().durability(Durability::Buffered);
+    assert!(seen.observe_with("unwritten", &buffered).unwrap().is_new());
+    // SAFETY: the harness waits and holds no lock, and the store has no threads: the child can do
+    // what any program can.
+    let child = unsafe { fork() };
+    assert!(child >= 0);
+    if child == 0 {
+        let closed = |error: Error| error.kind() == ErrorKind::Closed;
+        let refused = [
+            seen.get("unwritten").is_err_and(closed),
+            seen.observe("unwritten").is_err_and(closed),
+            seen.forget("unwritten").is_err_and(closed),
+            log.sync().is_err_and(closed),
+            log.filter("another", small()).is_err_and(closed),
+            // Upkeep is the parent's.
+            log.maintain().is_ok(),
+            log.wait_idle().is_ok(),
+        ];
+        let code = refused.iter().position(|refused| !refused);
+        // SAFETY: ends the child at once, without destructors.
+        unsafe { _exit(code.map_or(0, |at| at as i32 + 1)) };
+    }
+    let mut status = 0;
+    // SAFETY: `status` is valid for the write, and the child is ours and not waited for yet.
+    assert_eq!(unsafe { waitpid(child, &raw mut status, 0) }, child);
+    assert_eq!(status, 0, "call {} of the child", status >> 8);
+    let durable = ObserveOptions::new().durability(Durability::Power);
+    assert!(seen.observe_with("after", &durable).unwrap().is_new());
+    for n in 0..100 {
+        assert!(seen.observe(long("after", n)).unwrap().is_new());
+    }
+    log.maintain().unwrap();
+    say("fork went well");
+    std::process::abort();
+}
+
+/// Story: a forked child that asked whether a key was remembered led a flush, and wrote what its
+/// copy of the parent's memory held over what the parent had written since.
+#[test]
+fn a_forked_child_is_refused_and_writes_nothing() {
+    let parent = tempfile::tempdir().unwrap();
+    let store = parent.path().join("store");
+    let exe = Command::new(std::env::current_exe().unwrap());
+    let output = command(exe, "fork", "-", &store).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("fork went well"), "{said}");
+    let log = open(&store);
+    for key in ["unwritten", "after"] {
+        assert_eq!(filter(&log).get(key).unwrap(), KeyState::Seen, "{key}");
+    }
+    for n in 0..100 {
+        for name in ["before", "after"] {
+            let state = filter(&log).get(long(name, n)).unwrap();
+            assert_eq!(state, KeyState::Seen, "{name} {n}");
+        }
+    }
 }
