@@ -7,7 +7,7 @@ use crate::context::{Fallible, Mode, repository_root};
 use crate::layer::{LAYERS, Layer};
 
 const USAGE: &str = "usage: cargo xtask rel LAYER..|all [--ci|--full] [--seed S] [--hours H] \
-                     [--count N] [--fs NAME] [--sanity] [--record] [--ledger FILE] \
+                     [--count N] [--fs NAME] [--sanity] [--update] [--record] [--ledger FILE] \
                      | rel list | rel totals";
 
 pub(crate) enum Request {
@@ -25,6 +25,8 @@ pub(crate) struct Run {
     /// Replaces the layer's own count of states, trials or cases.
     pub(crate) count: Option<u64>,
     pub(crate) sanity: bool,
+    /// Write what was measured as the new bounds.
+    pub(crate) update: bool,
     /// Only this file system, if it was told.
     pub(crate) file_system: Option<String>,
     /// Where a line is appended for each layer, if anywhere.
@@ -43,6 +45,7 @@ pub(crate) fn parse(words: &[&str]) -> Fallible<Request> {
         budget: None,
         count: None,
         sanity: false,
+        update: false,
         file_system: None,
         ledger: None,
     };
@@ -65,6 +68,7 @@ pub(crate) fn parse(words: &[&str]) -> Fallible<Request> {
             "--count" => run.count = Some(value()?.parse()?),
             "--fs" => run.file_system = Some((*value()?).to_owned()),
             "--sanity" => run.sanity = true,
+            "--update" => run.update = true,
             "--record" => run.ledger = Some(default_ledger.clone()),
             "--ledger" => run.ledger = Some(PathBuf::from(value()?)),
             name => match LAYERS.iter().find(|layer| layer.name == name) {

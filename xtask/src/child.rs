@@ -5,7 +5,9 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use crate::context::Fallible;
+use crate::layer::instructions;
 use crate::rig::guard;
+use crate::store::calls;
 use crate::store::check::Judge;
 use crate::store::limits;
 use crate::store::notes::Notes;
@@ -25,6 +27,7 @@ pub(crate) fn run(words: &[&str]) -> Option<ExitCode> {
         ["many", dir, count] => many(Path::new(dir), count),
         ["check", dir, notes] => judge(Path::new(dir), Path::new(notes)),
         ["look", dir, notes] => look(Path::new(dir), Path::new(notes)),
+        [instructions::WORD, workload, dir] => count(workload, Path::new(dir)),
         _ => return None,
     };
     Some(done.unwrap_or_else(|error| {
@@ -102,6 +105,11 @@ fn fill(dir: &Path, notes: &Path, ballast: &str) -> Fallible<ExitCode> {
 
 fn many(dir: &Path, count: &str) -> Fallible<ExitCode> {
     limits::many(dir, count.parse()?)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn count(workload: &str, dir: &Path) -> Fallible<ExitCode> {
+    calls::run(workload, dir)?;
     Ok(ExitCode::SUCCESS)
 }
 

@@ -42,6 +42,8 @@ pub(crate) struct Context {
     pub(crate) count: Option<u64>,
     /// Run the workload that must fail, and fail if it does not.
     pub(crate) sanity: bool,
+    /// Write what was measured as the new bounds.
+    pub(crate) update: bool,
     /// Only this file system, if it was told.
     pub(crate) file_system: Option<String>,
 }
@@ -64,6 +66,7 @@ impl Context {
             deadline: run.budget.map(|budget: Duration| Instant::now() + budget),
             count: run.count,
             sanity: run.sanity,
+            update: run.update,
             file_system: run.file_system.clone(),
         })
     }

@@ -12,6 +12,13 @@ const BATCH_LINES_DEFAULT: u32 = 1000;
 /// Each line of a batch is a claim in memory, so that a batch is bounded, too.
 const BATCH_LINES_MAX: i64 = 100_000;
 
+/// Where the store's directory is taken from, unless `--store` says otherwise.
+pub(crate) const STORE_VARIABLE: &str = "IDEMLOG_STORE";
+/// A measurement keeps the time of each commit in memory.
+const BENCH_SECONDS_MAX: i64 = 600;
+const BENCH_THREADS_MAX: i64 = 1024;
+const BENCH_KEYS_MAX: u64 = 1_000_000_000;
+
 /// Exit codes: 0 done, 1 store failed, 2 usage, 3 not now (busy, backoff), 4 in doubt, 5 mismatch,
 /// 6 rejected or dead; `run` adds 90 to its own.
 #[derive(Debug, Parser)]
@@ -34,7 +41,7 @@ pub(crate) struct Arguments {
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Common {
     /// The store's directory. Only filter, run and claim create it
-    #[arg(long, global = true, env = "IDEMLOG_STORE", value_name = "DIR")]
+    #[arg(long, global = true, env = STORE_VARIABLE, value_name = "DIR")]
     pub(crate) store: Option<PathBuf>,
     /// The namespace of the key [default: default; filter: emit or filter, by --order]
     #[arg(long, global = true, value_name = "NAME")]
@@ -77,6 +84,27 @@ pub(crate) enum Command {
     Verify,
     /// Write what is left of a damaged store into a new directory
     Repair(Repair),
+    /// Measure durable commits per second, and a duplicate's look-up, in a store of its own
+    Bench(Bench),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Bench {
+    /// Where a new directory is made, and removed afterwards
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub(crate) dir: PathBuf,
+    /// How many seconds each of the two takes
+    #[arg(long, value_name = "COUNT", default_value_t = 3,
+        value_parser = clap::value_parser!(u32).range(1..=BENCH_SECONDS_MAX))]
+    pub(crate) seconds: u32,
+    /// How many keys the store holds whose duplicates are looked up
+    #[arg(long, value_name = "COUNT", default_value_t = 500_000,
+        value_parser = clap::value_parser!(u64).range(1..=BENCH_KEYS_MAX))]
+    pub(crate) keys: u64,
+    /// How many threads commit at once
+    #[arg(long, value_name = "COUNT", default_value_t = 1,
+        value_parser = clap::value_parser!(u32).range(1..=BENCH_THREADS_MAX))]
+    pub(crate) threads: u32,
 }
 
 #[derive(Debug, Args)]

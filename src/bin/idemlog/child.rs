@@ -53,16 +53,19 @@ fn is_executable(path: &Path) -> bool {
     path.is_file() && rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }
 
-/// Starts the command so that it is killed when this process is. On the main thread only.
-pub(crate) fn spawn(command: &[OsString]) -> io::Result<Child> {
+/// Says where this program is.
+pub(crate) fn own_program() -> io::Result<PathBuf> {
     // This link works also after an upgrade has replaced the file.
     let own = Path::new("/proc/self/exe");
-    let own = if own.exists() {
-        own.to_path_buf()
-    } else {
-        std::env::current_exe()?
-    };
-    Command::new(own)
+    if own.exists() {
+        return Ok(own.to_path_buf());
+    }
+    std::env::current_exe()
+}
+
+/// Starts the command so that it is killed when this process is. On the main thread only.
+pub(crate) fn spawn(command: &[OsString]) -> io::Result<Child> {
+    Command::new(own_program()?)
         .arg(EXEC_WORD)
         .arg(std::process::id().to_string())
         .arg("--")

@@ -6,6 +6,7 @@
 
 mod answer;
 mod args;
+mod bench;
 mod calls;
 mod child;
 mod exit;
@@ -27,6 +28,7 @@ use std::process::ExitCode;
 use clap::Parser;
 
 use args::{Arguments, Command};
+use bench::place::{REMOVE_WORD, remove_when_over};
 use exit::{Code, Stop};
 
 /// Added to a code by `run`: its own answers stay apart from the statuses of the command it runs.
@@ -36,6 +38,9 @@ fn main() -> ExitCode {
     let words: Vec<_> = std::env::args_os().collect();
     if words.get(1).is_some_and(|word| word == child::EXEC_WORD) {
         return child::exec(words.get(2..).unwrap_or_default());
+    }
+    if words.get(1).is_some_and(|word| word == REMOVE_WORD) {
+        return remove_when_over(words.get(2..).unwrap_or_default());
     }
     match Arguments::try_parse_from(&words) {
         Ok(arguments) => match dispatch(&arguments) {
@@ -88,5 +93,6 @@ fn dispatch(arguments: &Arguments) -> Result<u8, Stop> {
         Command::Stats => stats::stats(common),
         Command::Verify => verify::verify(common),
         Command::Repair(options) => repair::repair(common, options),
+        Command::Bench(options) => bench::bench(common, options),
     }
 }

@@ -7,6 +7,7 @@ mod conc;
 mod cover;
 mod fsyncfail;
 mod fuzz;
+pub(crate) mod instructions;
 mod kill;
 mod mem;
 mod model;
@@ -114,6 +115,12 @@ pub(crate) const LAYERS: &[Layer] = &[
         question: "which lines of format, log and recovery do the tests reach?",
         in_all: false,
         run: cover::run,
+    },
+    Layer {
+        name: "instructions",
+        question: "does any operation need more instructions than its bound? (valgrind)",
+        in_all: true,
+        run: instructions::run,
     },
     Layer {
         name: "syncs",

@@ -1,6 +1,7 @@
 //! What runs on the real file systems: a workload of the store, and its judge.
 
 pub(crate) mod book;
+pub(crate) mod calls;
 pub(crate) mod check;
 pub(crate) mod limits;
 pub(crate) mod notes;
