@@ -143,6 +143,7 @@ pub(crate) struct Counters {
 pub(crate) struct Counter(AtomicU64);
 
 impl Counter {
+    #[inline]
     pub(crate) fn add(&self, count: u64) {
         self.0.fetch_add(count, Ordering::Relaxed);
     }

@@ -36,9 +36,8 @@ impl Engine {
         let was_empty = !core.writer.has_unwritten();
         let position = core.append(record, h, older, entry);
         self.counters.records.add(1);
-        self.counters
-            .appended_bytes
-            .add(record.frame_bytes() as u64);
+        let frame_bytes = core.writer.end_offset() - position.offset();
+        self.counters.appended_bytes.add(u64::from(frame_bytes));
         if was_empty {
             self.background.dirty();
         }

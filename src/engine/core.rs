@@ -256,8 +256,12 @@ impl Core {
         else {
             return true;
         };
-        let wanted = self.owed_bytes + owed_bytes + frame_bytes as u64;
+        let owed = self.owed_bytes + owed_bytes;
+        let wanted = owed + frame_bytes as u64;
         let here = self.free_bytes() as u64;
+        if here >= wanted {
+            return true;
+        }
         // What does not fit here goes on in the next segment, and this one's end is lost.
         let mut free = here.saturating_sub(u64::from(self.frame_bytes_max));
         for next in &self.next {
@@ -266,7 +270,6 @@ impl Core {
             let bytes = to_usize(next.bytes).saturating_sub(lost);
             free += (bytes - bytes / 4) as u64;
         }
-        let free = free.max(here);
         free >= wanted
     }
 

@@ -6,6 +6,7 @@
 //! most keys are new: what is immutable is searched without the lock, and the active table is
 //! asked once, under the lock under which the record is appended ([`Engine::complete`]).
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use super::Engine;
@@ -18,6 +19,11 @@ use crate::key_time::KeyBucket;
 use crate::log::segment::{ReadError, SegmentFile};
 use crate::log::sync::FailureCount;
 use crate::position::Position;
+
+thread_local! {
+    /// Places that a run names: kept between searches, so that none of them allocates.
+    static PLACES: Cell<Vec<(u64, u32)>> = const { Cell::new(Vec::new()) };
+}
 
 /// What a search found, and on which state of the store that rests.
 #[derive(Debug)]
@@ -295,7 +301,19 @@ impl Engine {
                 return Ok(hit);
             }
         }
-        let mut places = Vec::new();
+        let mut places = PLACES.take();
+        let hit = self.search_runs(view, wanted, extract, &mut places);
+        PLACES.set(places);
+        hit
+    }
+
+    fn search_runs<T>(
+        &self,
+        view: &View,
+        wanted: Wanted<'_>,
+        extract: &impl Fn(&Record<'_>) -> T,
+        places: &mut Vec<(u64, u32)>,
+    ) -> Result<Option<Hit<T>>> {
         for part in &view.parts {
             if part.run.excludes(wanted.namespace, wanted.time) {
                 continue;
@@ -309,7 +327,7 @@ impl Engine {
                 }
             }
             places.clear();
-            if let Err(why) = part.run.find(wanted.h, &mut places) {
+            if let Err(why) = part.run.find(wanted.h, places) {
                 self.rebuild_soon(part);
                 let header = &part.run.header;
                 return Err(Error::new(
@@ -321,7 +339,7 @@ impl Engine {
                     ),
                 ));
             }
-            for (segment, offset) in &places {
+            for (segment, offset) in places.iter() {
                 // An entry of a segment that was dropped out of the middle of a run.
                 let Some(segment) = view.segment(*segment) else {
                     continue;

@@ -187,8 +187,10 @@ fn fit(bytes: &[u64], full: u64, heaviest: u64) -> bool {
     let weights = || bytes.iter().map(|bytes| bytes.div_ceil(full).max(1));
     let (sum, least) = (weights().sum::<u64>(), weights().min().unwrap_or(1));
     let alike = largest <= 2 * bytes.iter().min().copied().unwrap_or(0);
-    // Fewer than four only where four would be too many.
-    let enough = bytes.len() == FAN_IN || least >= FAN_IN as u64 && sum + least > heaviest;
+    // Fewer than four only where four would be too many, and only of those that were merged once:
+    // an entry is not to be written again each time that there is room for one more.
+    let once = (FAN_IN as u64..2 * FAN_IN as u64).contains(&least);
+    let enough = bytes.len() == FAN_IN || once && sum + least > heaviest;
     alike && enough && sum <= heaviest
 }
 
@@ -281,6 +283,8 @@ mod tests {
         assert!(!fits(&[4, 4, 4, 4], 12));
         assert!(fits(&[4, 4, 4, 4], 16));
         assert!(!fits(&[12, 4], 16));
+        assert!(!fits(&[8, 8], 16));
+        assert!(fits(&[8, 8, 8, 8], 32));
     }
 
     #[test]

@@ -15,10 +15,12 @@ impl Poison {
         self.0.set(cause).is_ok()
     }
 
+    #[inline]
     pub(crate) fn cause(&self) -> Option<&str> {
         self.0.get().map(String::as_str)
     }
 
+    #[inline]
     pub(crate) fn error(&self) -> Option<Error> {
         let cause = self.cause()?;
         Some(Error::new(

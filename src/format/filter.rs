@@ -218,6 +218,7 @@ fn encode(plan: &FilterPlan, hashes: impl Iterator<Item = u64>) -> Vec<u8> {
 }
 
 /// Says whether the blocks may hold h; `false` is certain. A missing block counts as "may".
+#[inline]
 pub(crate) fn may_contain(body: &[u8], blocks_count: u32, h: u64) -> bool {
     let (block, masks) = place(h, blocks_count);
     let Some(words) = body
@@ -243,6 +244,7 @@ pub(crate) fn block_at(blocks_count: u32, h: u64) -> usize {
 
 /// Returns the block of h and its bit in each word. The blocks have the order of the hashes, so
 /// that who writes ascending hashes writes one block after the other.
+#[inline]
 fn place(h: u64, blocks_count: u32) -> (usize, [u32; 8]) {
     let block = (h * u64::from(blocks_count)) >> HASH_BITS;
     // The block says the upper bits of h; the multiplication lets the lower ones decide the rest.

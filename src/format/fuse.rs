@@ -37,10 +37,12 @@ pub(crate) fn partitions_for(keys_max: u64) -> u32 {
 }
 
 /// Returns the partition of h.
+#[inline]
 pub(crate) fn partition_of(h: u64, partitions_count: u32) -> usize {
     usize::try_from((h * u64::from(partitions_count)) >> HASH_BITS).unwrap_or(0)
 }
 
+#[inline]
 pub(crate) fn table_bytes(partitions_count: u32) -> usize {
     usize::try_from(partitions_count)
         .unwrap_or(usize::MAX)
@@ -75,6 +77,7 @@ impl Partition {
     }
 
     /// Returns the fingerprints out of all that follow the table.
+    #[inline]
     pub(crate) fn fingerprints<'a>(&self, all: &'a [u8]) -> Option<&'a [u8]> {
         let at = usize::try_from(self.at).ok()?;
         let len = usize::try_from(self.len()).ok()?;
@@ -91,6 +94,7 @@ impl Partition {
     }
 
     /// Returns the places of h's three fingerprints, and what they must come to.
+    #[inline]
     fn place(&self, h: u64) -> ([u64; 3], u8) {
         let x = mix(h.wrapping_add(self.seed));
         let first = (u128::from(x) * u128::from(self.segment_count_length)) >> 64;
@@ -108,6 +112,7 @@ impl Partition {
     }
 
     /// Says whether the partition may hold h; `false` is certain.
+    #[inline]
     pub(crate) fn may_contain(&self, fingerprints: &[u8], h: u64) -> bool {
         if self.keys_count == 0 {
             return false;
@@ -152,6 +157,7 @@ pub(crate) fn decode_table(
 }
 
 /// The finalizer of MurmurHash3.
+#[inline]
 fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 33)).wrapping_mul(0xff51_afd7_ed55_8ccd);
     let x = (x ^ (x >> 33)).wrapping_mul(0xc4ce_b9fe_1a85_ec53);

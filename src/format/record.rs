@@ -196,10 +196,16 @@ impl<'a> Record<'a> {
         let pad = frame - body;
         out.reserve(frame);
         let key_len = self.key.len().min(KEY_LEN_LONG);
-        put_header(out, frame, self.kind, key_len);
-        out.put_u32(self.expires_at_s);
-        out.put_u16(self.namespace);
-        out.put_u16(self.flags & !PAD_MASK | to_u16(pad));
+        let flags = self.flags & !PAD_MASK | to_u16(pad);
+        let words = [
+            u64::from(to_u16(frame / ALIGN)) << 32
+                | u64::from(self.kind as u8) << 48
+                | u64::from(u8::try_from(key_len).unwrap_or(u8::MAX)) << 56,
+            u64::from(self.expires_at_s) | u64::from(self.namespace) << 32 | u64::from(flags) << 48,
+        ];
+        for word in words {
+            out.put_u64(word);
+        }
         if self.kind.has_state() {
             self.encode_state(out);
         }
@@ -207,8 +213,10 @@ impl<'a> Record<'a> {
             out.put_u16(to_u16(self.key.len()));
         }
         out.put(self.key);
-        self.encode_parts(out);
-        out.put_zeros(pad);
+        if body > HEADER_BYTES + self.key.len() {
+            self.encode_parts(out);
+        }
+        out.put([0; ALIGN].get(..pad).unwrap_or_default());
         if let Some(frame) = out.get_mut(start..) {
             set_crc(frame, seed);
         }

@@ -24,6 +24,8 @@ pub(crate) struct ActiveTable {
     /// Slots of one part, as a power of two.
     part_slot_bits: u32,
     counts: [usize; PARTS],
+    /// The largest of the counts.
+    most: usize,
 }
 
 /// What undoes one change of the table.
@@ -45,6 +47,7 @@ impl ActiveTable {
             slots,
             part_slot_bits,
             counts: [0; PARTS],
+            most: 0,
         }
     }
 
@@ -54,9 +57,9 @@ impl ActiveTable {
     }
 
     /// Says whether a part has reached a load of three quarters: the segment must end.
+    #[inline]
     pub(crate) fn is_full(&self) -> bool {
-        let most = self.counts.iter().max().copied().unwrap_or(0);
-        most * 4 >= (3 << self.part_slot_bits)
+        self.most * 4 >= (3 << self.part_slot_bits)
     }
 
     /// Returns the bytes of memory held.
@@ -65,6 +68,7 @@ impl ActiveTable {
     }
 
     /// Returns the offsets of all records whose key may have this hash, in probe order.
+    #[inline]
     pub(crate) fn candidates(&self, h: u64) -> Candidates<'_> {
         let (part, tag) = split(h);
         Candidates {
@@ -77,6 +81,7 @@ impl ActiveTable {
     }
 
     /// Has the processor fetch the first slot of a hash.
+    #[inline]
     pub(crate) fn prefetch(&self, h: u64) {
         let (part, tag) = split(h);
         let index = (part << self.part_slot_bits) + self.home(tag);
@@ -93,6 +98,7 @@ impl ActiveTable {
         }
         if let Some(count) = self.counts.get_mut(part) {
             *count += 1;
+            self.most = self.most.max(*count);
         }
         self.set(part, index, tag, offset)
     }
@@ -118,6 +124,7 @@ impl ActiveTable {
             && let Some(count) = self.counts.get_mut(part)
         {
             *count -= 1;
+            self.most = self.counts.iter().max().copied().unwrap_or(0);
         }
         if let Some(slot) = self.slots.get_mut(undo.index) {
             *slot = undo.before;
@@ -143,10 +150,12 @@ impl ActiveTable {
         1 << self.part_slot_bits
     }
 
+    #[inline]
     fn home(&self, tag: u64) -> usize {
         usize::try_from(tag >> (TAG_BITS - self.part_slot_bits)).unwrap_or(0)
     }
 
+    #[inline]
     fn slot(&self, part: usize, index: usize) -> u64 {
         self.slots
             .get((part << self.part_slot_bits) + index)
@@ -181,6 +190,7 @@ fn sort_nearly_sorted(all: &mut [(u64, u32)]) {
     }
 }
 
+#[inline]
 fn split(h: u64) -> (usize, u64) {
     (
         usize::try_from(h >> TAG_BITS).unwrap_or(0),
@@ -205,6 +215,7 @@ pub(crate) struct Candidates<'a> {
 impl Iterator for Candidates<'_> {
     type Item = u32;
 
+    #[inline]
     fn next(&mut self) -> Option<u32> {
         while self.left > 0 {
             let slot = self.table.slot(self.part, self.index);

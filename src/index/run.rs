@@ -72,6 +72,7 @@ impl Run {
     }
 
     /// Says that no key of this time is in the run; `false` says nothing.
+    #[inline]
     pub(crate) fn excludes(&self, namespace: u16, time: Option<KeyBucket>) -> bool {
         time.is_some_and(|time| self.times.iter().any(|t| t.excludes(namespace, time)))
     }
@@ -81,6 +82,7 @@ impl Run {
     }
 
     /// Says whether the run may hold this hash; `false` is certain.
+    #[inline]
     pub(crate) fn may_contain(&self, h: u64) -> Result<bool, Malformed> {
         match self.filter.kind {
             FilterKind::Bloom => {
@@ -99,6 +101,7 @@ impl Run {
     }
 
     /// Returns a partition and its fingerprints, verifying them the first time.
+    #[inline]
     fn partition(&self, number: usize) -> Result<(&Partition, &[u8]), Malformed> {
         let missing = Malformed("filter has fewer partitions than its header says");
         let partition = self.partitions.get(number).ok_or(missing)?;
@@ -237,6 +240,7 @@ fn bits(count: usize) -> Vec<AtomicU64> {
 }
 
 /// Returns the word of a bit, and the bit in it.
+#[inline]
 fn bit(bits: &[AtomicU64], number: usize) -> Option<(&AtomicU64, u64)> {
     Some((bits.get(number / 64)?, 1 << (number % 64)))
 }

@@ -23,6 +23,7 @@ impl ForkGuard {
     }
 
     /// Says whether the caller is the process that made this, and not a fork of it.
+    #[inline]
     pub(crate) fn is_at_home(&self) -> bool {
         match &self.page {
             Some(page) => page.first() == Some(&1),

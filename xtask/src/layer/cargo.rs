@@ -35,10 +35,25 @@ pub(crate) fn test(
     judge(&process::run(&mut command, TIME_MAX)?)
 }
 
+/// Shows how many images each crash scenario has left, and counts those of all: an image that two
+/// scenarios share counts once.
+fn show_scenarios(text: &str, counts: &mut Counts) {
+    let line = |kind: &'static str| text.lines().filter_map(move |line| line.split_once(kind));
+    for (_, scenario) in line("crash: scenario=") {
+        println!("  {scenario}");
+    }
+    let all = line("crash total: ").next_back();
+    let union = all.and_then(|(_, all)| all.split_once("distinct=")?.1.trim().parse().ok());
+    if let Some(union) = union {
+        counts.add("union", union);
+    }
+}
+
 /// Reads the sums of a test run that has ended.
 pub(crate) fn judge(ended: &Ended) -> Fallible<Outcome> {
     let mut counts = counts_of(&ended.stdout);
     add_lines(&mut counts, &ended.stderr);
+    show_scenarios(&ended.stdout, &mut counts);
     if !ended.is_success() {
         counts.failed = counts.failed.max(1);
     }
