@@ -441,8 +441,8 @@ fn begin(to: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> 
     let names = to.list().map_err(failed)?;
     refuse(&names)?;
     if !names.contains(&mark) {
-        let file = to.open(&mark, Access::Create).map_err(failed)?;
-        file.sync().map_err(failed)?;
+        // It has no bytes: its name says it all, and the directory keeps that.
+        to.open(&mark, Access::Create).map_err(failed)?;
     }
     to.sync().map_err(failed)?;
     let is_left = |name: &&String| **name != mark && **name != lock_name;

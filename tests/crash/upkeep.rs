@@ -422,6 +422,9 @@ fn judge_doubt(log: &DedupLog, started: bool) -> bool {
 
 // --- Confirmed time ------------------------------------------------------------------------------
 
+/// Keys beside the one that is asked for: some segments of them.
+const LONG_KEYS: u32 = 72;
+
 /// A key fails until this much later: what is left of it tells trusted time.
 const FAR_MS: u64 = 3650 * DAY_MS;
 
@@ -462,7 +465,7 @@ fn confirmed_time_is_kept() {
             let filter = log.filter("f", ten_days())?;
             assert!(filter.observe(KEY)?.is_new());
             told.borrow_mut().observed = true;
-            for n in 0..24 {
+            for n in 0..LONG_KEYS {
                 assert!(filter.observe(long_key(n))?.is_new());
             }
             clock.set_wall_ms(wall_ms);
@@ -475,7 +478,7 @@ fn confirmed_time_is_kept() {
             assert!(!log.health().clock_suspect);
             assert!(filter.observe(KEY)?.is_new());
             told.borrow_mut().again = true;
-            for n in 0..24 {
+            for n in 0..LONG_KEYS {
                 assert!(filter.observe(long_key(n))?.is_new());
             }
             log.maintain()?;
