@@ -143,6 +143,7 @@ fn search_run(run: &[u8], filter: &[u8]) {
         superseded_count: header.superseded_count,
         segments_count: header.segments_count,
         times: run.times().to_vec(),
+        filter: FilterKind::Fuse,
     };
     let mut written = 0;
     let merged = merge(

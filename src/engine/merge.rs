@@ -17,6 +17,7 @@ use super::Engine;
 use super::catalog::remove_if_there;
 use super::core::{Part, View};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::filter::FilterKind;
 use crate::format::manifest::RunEntry;
 use crate::format::names::FileName;
 use crate::format::{times, to_u32};
@@ -27,6 +28,10 @@ use crate::vfs::{Access, Dir};
 
 /// Runs of one tier that are merged together.
 const FAN_IN: usize = 4;
+/// Log bytes of a small record: a merged run of more keys than a full segment has of these gets a
+/// fuse filter. Smaller ones are those of a young store, where memory is of no concern yet and one
+/// line is faster than three.
+const SLOT_LOG_BYTES: u64 = 32;
 /// The widest run: the reach of a slot's segment ordinal.
 const SPAN_MAX: u64 = 512;
 
@@ -74,6 +79,7 @@ impl Engine {
             .collect();
         let generation = inputs.iter().map(|p| p.run.header.generation).max();
         let segment_bytes = live.iter().map(|(_, bytes)| *bytes).max();
+        let slots_count: u64 = inputs.iter().map(|p| p.run.header.slots_count).sum();
         let times: Vec<_> = inputs.iter().map(|part| part.run.times()).collect();
         RunPlan {
             store: self.store,
@@ -85,6 +91,11 @@ impl Engine {
             superseded_count: inputs.iter().map(|p| p.run.header.superseded_count).sum(),
             segments_count: to_u32(live.len()),
             times: times::merged(&times),
+            filter: if slots_count > u64::from(self.options.segment_bytes) / SLOT_LOG_BYTES {
+                FilterKind::Fuse
+            } else {
+                FilterKind::Bloom
+            },
         }
     }
 

@@ -9,6 +9,7 @@ use super::merge::run_entry;
 use super::recovery::replay_segment;
 use super::seal::install_run;
 use crate::error::{Error, Result};
+use crate::format::filter::FilterKind;
 use crate::format::manifest::{Manifest, RunEntry, SealedEntry};
 use crate::format::names::FileName;
 use crate::format::to_usize;
@@ -183,6 +184,7 @@ pub(super) fn rebuild_run(
         segments_count: 1,
         // Nobody has said yet how keys tell their time.
         times: Vec::new(),
+        filter: FilterKind::Bloom,
     };
     install_run(dir, &plan, &replayed.table.sorted())
 }

@@ -13,6 +13,7 @@ use super::catalog::remove_if_there;
 use super::core::{Frozen, Need, Part, Room, Sealed, View};
 use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::filter::FilterKind;
 use crate::format::manifest::{RunEntry, SealedEntry};
 use crate::format::names::FileName;
 use crate::format::record::{FRAME_BYTES_MAX, Record, SEAL_BYTES, SYNC_MARK_BYTES};
@@ -215,6 +216,7 @@ impl Engine {
             superseded_count,
             segments_count: 1,
             times,
+            filter: FilterKind::Bloom,
         };
         install_run(self.dir.as_ref(), &plan, entries)
     }

@@ -28,6 +28,7 @@ pub(crate) struct RunPlan {
     pub(crate) superseded_count: u64,
     pub(crate) segments_count: u32,
     pub(crate) times: Vec<Coverage>,
+    pub(crate) filter: FilterKind,
 }
 
 /// The two files of one run.
@@ -54,7 +55,7 @@ pub(crate) fn build(
         run.extend_from_slice(bytes);
         Ok(())
     };
-    let mut writer = RunWriter::new(plan, geometry, slots_count, FilterKind::Bloom, &mut write);
+    let mut writer = RunWriter::new(plan, geometry, slots_count, &mut write);
     let written = entries
         .try_for_each(|entry| writer.push(entry))
         .and_then(|()| writer.finish(plan));
@@ -97,13 +98,7 @@ pub(crate) struct RunWriter<W> {
 
 impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
     /// Starts behind the header page. `write` gets bytes and their offset, in order.
-    pub(crate) fn new(
-        plan: &RunPlan,
-        geometry: Geometry,
-        slots_max: u64,
-        filter: FilterKind,
-        write: W,
-    ) -> Self {
+    pub(crate) fn new(plan: &RunPlan, geometry: Geometry, slots_max: u64, write: W) -> Self {
         let seed = run_seed(plan.store, plan.lo, plan.hi, plan.generation);
         RunWriter {
             seed,
@@ -114,7 +109,7 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
             chunk: Vec::with_capacity(CHUNK_BYTES + PAGE_BYTES),
             chunk_at: PAGE_BYTES as u64,
             spill: Vec::new(),
-            filter: match filter {
+            filter: match plan.filter {
                 FilterKind::Bloom => Filter::Bloom(BloomBuilder::new(slots_max)),
                 FilterKind::Fuse => Filter::Fuse(FuseBuilder::new(slots_max, seed)),
             },
@@ -242,6 +237,7 @@ mod tests {
             superseded_count: 0,
             segments_count: 1,
             times: Vec::new(),
+            filter: FilterKind::Bloom,
         }
     }
 

@@ -8,7 +8,6 @@ use std::io;
 use super::build::{IndexEntry, RunPlan, RunWriter, WrittenRun};
 use super::run::Run;
 use crate::format::Malformed;
-use crate::format::filter::FilterKind;
 use crate::format::run::Geometry;
 
 /// Iterates over the entries of a run in ascending order of (hash, segment, offset).
@@ -74,7 +73,7 @@ pub(crate) fn merge(
     let malformed = MergeError::Malformed;
     let slots_max: u64 = inputs.iter().map(|run| run.header.slots_count).sum();
     let geometry = Geometry::plan(slots_max, plan.hi - plan.lo + 1, plan.segment_bytes);
-    let mut output = RunWriter::new(plan, geometry, slots_max, FilterKind::Fuse, write);
+    let mut output = RunWriter::new(plan, geometry, slots_max, write);
     let mut cursors = Vec::with_capacity(inputs.len());
     for run in inputs {
         cursors.push(Cursor::new(run, plan.lo).map_err(malformed)?);
@@ -103,6 +102,7 @@ pub(crate) fn merge(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::filter::FilterKind;
     use crate::format::run::PAGE_BYTES;
     use crate::index::build::build;
     use crate::vfs::Map;
@@ -118,6 +118,7 @@ mod tests {
             superseded_count: 0,
             segments_count: 1,
             times: Vec::new(),
+            filter: FilterKind::Fuse,
         }
     }
 
