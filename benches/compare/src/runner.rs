@@ -31,8 +31,10 @@ pub(crate) fn run(args: &Args) -> Fallible<()> {
         fs::create_dir_all(parent)?;
     }
     let planned = plan::cells(args);
+    // What was skipped or failed is tried again: the reason may be gone.
     let mut finished: BTreeSet<(String, u32)> = read_results(&args.results)?
         .iter()
+        .filter(|line| line.figures.is_ok())
         .map(|line| (line.cell.to_string(), line.round))
         .collect();
     append(
@@ -52,13 +54,18 @@ pub(crate) fn run(args: &Args) -> Fallible<()> {
         }
     }
     if let Some(path) = &args.report {
-        report::write(path, &read_results(&args.results)?)?;
+        report::write(
+            path,
+            &read_results(&args.results)?,
+            &read_runs(&args.results)?,
+        )?;
     }
     Ok(())
 }
 
 fn measure(args: &Args, planned: &Planned, round: u32) -> Result<Figures, String> {
-    if let Some(reason) = store::missing(&planned.cell.store) {
+    let missing = store::missing(&planned.cell.store);
+    if let Some(reason) = missing.or_else(|| scenario::missing(&planned.cell.scenario)) {
         return Err(format!("skipped: {reason}"));
     }
     let measured = || {
@@ -146,16 +153,30 @@ fn append(path: &Path, line: &Value) -> Fallible<()> {
     Ok(writeln!(file, "{line}")?)
 }
 
-/// Reads the finished cells; a last line cut short by a kill is left out.
+/// Reads the finished cells.
 pub(crate) fn read_results(path: &Path) -> Fallible<Vec<Finished>> {
+    Ok(read_lines(path)?.iter().filter_map(from_json).collect())
+}
+
+/// What the results file says about the runs that filled it.
+fn read_runs(path: &Path) -> Fallible<Vec<Value>> {
+    let lines = read_lines(path)?;
+    Ok(lines
+        .iter()
+        .filter_map(|line| line.get("run").cloned())
+        .collect())
+}
+
+/// A last line cut short by a kill is left out.
+fn read_lines(path: &Path) -> Fallible<Vec<Value>> {
     if !path.exists() {
         return Ok(Vec::new());
     }
     let text = fs::read_to_string(path)?;
-    let lines = text
+    Ok(text
         .lines()
-        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    Ok(lines.filter_map(|line| from_json(&line)).collect())
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect())
 }
 
 fn from_json(line: &Value) -> Option<Finished> {
@@ -170,21 +191,33 @@ fn from_json(line: &Value) -> Option<Finished> {
     })
 }
 
+/// What a line on the screen shows of a cell's figures; the results file has them all.
+const SHOWN: &[&str] = &[
+    "ops_per_s",
+    "cpu_us_per_op",
+    "p50_us",
+    "p99_us",
+    "device_flushes_per_op",
+    "sync_calls_per_key",
+    "hit_cpu_us",
+    "miss_cpu_us",
+    "hit_device_reads",
+    "first_insert_ms",
+    "lost",
+    "cpu_us_per_expired",
+    "foreground_kept",
+    "new_device_reads",
+    "old_device_reads",
+    "touch_ns",
+];
+
 fn print_line(cell: &Cell, round: u32, figures: &Result<Figures, String>) {
     let id = cell.to_string();
     match figures {
         Err(reason) => println!("{id:44} {round}  {reason}"),
         Ok(figures) => {
-            let shown = [
-                "ops_per_s",
-                "cpu_us_per_op",
-                "p50_us",
-                "p99_us",
-                "device_flushes_per_op",
-            ];
-            let shown = shown
-                .iter()
-                .filter_map(|name| Some(format!("{name}={:.2}", figures.get(name)?)));
+            let shown = SHOWN.iter();
+            let shown = shown.filter_map(|name| Some(format!("{name}={:.2}", figures.get(name)?)));
             println!("{id:44} {round}  {}", shown.collect::<Vec<_>>().join(" "));
         }
     }

@@ -14,9 +14,11 @@ use crate::plan::Planned;
 use crate::runner::{CellDir, child_arguments};
 use crate::scenario::Bounds;
 
-const CALLS: &str = "fdatasync,fsync,sync_file_range,msync";
+const CALLS: &str = "fdatasync,fsync,msync";
+/// Starts the writing of pages and flushes no device, so it is counted apart.
+const RANGE_CALL: &str = "sync_file_range";
 /// New keys of the shorter pass, for each caller or place in a batch; the longer has three times.
-const UNIT: u64 = 100;
+const UNIT: u64 = 50;
 
 pub(crate) fn syncs(args: &Args, planned: &Planned) -> Fallible<Figures> {
     let shape = planned.cell.shape()?;
@@ -26,15 +28,24 @@ pub(crate) fn syncs(args: &Args, planned: &Planned) -> Fallible<Figures> {
     else {
         return Ok(figures);
     };
-    let ops = long.1 - short.1;
-    if ops > 0.0 {
-        figures.set("sync_calls_per_op", (long.0 - short.0) / ops);
+    let keys = long.keys - short.keys;
+    if keys > 0.0 {
+        figures.set("sync_calls_per_key", (long.syncs - short.syncs) / keys);
+        figures.set("range_syncs_per_key", (long.ranges - short.ranges) / keys);
     }
     Ok(figures)
 }
 
-/// One traced pass: sync calls and operations. `None` where there is no `strace`.
-fn pass(args: &Args, planned: &Planned, ops_max: u64) -> Fallible<Option<(f64, f64)>> {
+/// What one pass counted.
+struct Counts {
+    syncs: f64,
+    ranges: f64,
+    /// New keys: duplicates need no sync of their own.
+    keys: f64,
+}
+
+/// One traced pass; `None` where there is no `strace`.
+fn pass(args: &Args, planned: &Planned, ops_max: u64) -> Fallible<Option<Counts>> {
     let dir = CellDir::new(&args.dir)?;
     let counts = args.dir.join(format!("strace-{}", std::process::id()));
     let bounds = Bounds {
@@ -43,7 +54,13 @@ fn pass(args: &Args, planned: &Planned, ops_max: u64) -> Fallible<Option<(f64, f
     };
     let mut command = Command::new("strace");
     command
-        .args(["-f", "-c", "-e", &format!("trace={CALLS}"), "-o"])
+        .args([
+            "-f",
+            "-c",
+            "-e",
+            &format!("trace={CALLS},{RANGE_CALL}"),
+            "-o",
+        ])
         .arg(&counts);
     command.arg(std::env::current_exe()?);
     command.args(child_arguments(&planned.cell, &dir.0, bounds));
@@ -55,19 +72,23 @@ fn pass(args: &Args, planned: &Planned, ops_max: u64) -> Fallible<Option<(f64, f
     let Ok(object) = serde_json::from_slice::<serde_json::Value>(&output.stdout) else {
         return Err(format!("traced: {}", String::from_utf8_lossy(&output.stderr).trim()).into());
     };
-    let ops = object.get("ops").and_then(serde_json::Value::as_f64);
-    Ok(Some((calls(&table), ops.unwrap_or(0.0))))
+    let figure = |name| object.get(name).and_then(serde_json::Value::as_f64);
+    let keys = figure("keys").or(figure("ops"));
+    Ok(Some(Counts {
+        syncs: calls(&table, CALLS),
+        ranges: calls(&table, RANGE_CALL),
+        keys: keys.unwrap_or(0.0),
+    }))
 }
 
 /// Sums the counts of a table by `strace -c`: share, seconds, us a call, calls, .., name.
-fn calls(table: &str) -> f64 {
+fn calls(table: &str, names: &str) -> f64 {
     let lines = table
         .lines()
         .map(|line| line.split_whitespace().collect::<Vec<_>>());
     let counted = lines.filter(|fields| {
-        fields
-            .last()
-            .is_some_and(|name| CALLS.split(',').any(|call| call == *name))
+        let name = fields.last().copied().unwrap_or_default();
+        names.split(',').any(|call| call == name)
     });
     let counts = counted.filter_map(|fields| fields.get(3)?.parse::<f64>().ok());
     counts.sum()

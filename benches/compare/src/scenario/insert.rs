@@ -135,6 +135,11 @@ impl Driver {
         })
     }
 
+    /// Goes on with single calls.
+    pub(crate) fn single(&mut self) {
+        (self.batch, self.chunk_calls) = (1, CHUNK_OPS);
+    }
+
     /// Goes on until there are `ops_max` new keys, or the time is over.
     pub(crate) fn drive(&mut self, session: &mut dyn Session, bounds: Bounds) -> Fallible<()> {
         let deadline = Instant::now() + Duration::from_secs(bounds.seconds_max);

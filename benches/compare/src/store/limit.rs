@@ -206,7 +206,9 @@ impl Pwrite {
     }
 }
 
-/// Makes a file of zeros whose blocks are allocated and written.
+/// Makes a file of zeros whose blocks are allocated and written. Written page by page: the page
+/// cache keeps what is written at once in one piece, and counts the whole piece as written again
+/// when a byte of it changes.
 pub(crate) fn zero_filled(path: &Path, bytes: u64) -> Fallible<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -214,7 +216,7 @@ pub(crate) fn zero_filled(path: &Path, bytes: u64) -> Fallible<File> {
         .create(true)
         .truncate(true)
         .open(path)?;
-    let zeros = vec![0; 1 << 20];
+    let zeros = [0; 4096];
     let mut at = 0;
     while at < bytes {
         file.write_all_at(&zeros, at)?;

@@ -62,7 +62,13 @@ impl Store for Lmdb {
 
     fn scan(&self, after: &[u8], count_max: usize) -> Fallible<Vec<(Key, u64)>> {
         let txn = self.env.read_txn()?;
-        let range = (Bound::Excluded(after), Bound::Unbounded);
+        // An empty key is no key to LMDB.
+        let from = if after.is_empty() {
+            Bound::Unbounded
+        } else {
+            Bound::Excluded(after)
+        };
+        let range = (from, Bound::Unbounded);
         let items = self.keys.range(&txn, &range)?.take(count_max);
         items
             .map(|item| {

@@ -85,7 +85,9 @@ impl Redis {
 impl Drop for Redis {
     fn drop(&mut self) {
         self.server.kill().unwrap_or_default();
-        self.server.wait().map_or((), drop);
+        if let Err(error) = self.server.wait() {
+            eprintln!("redis-server was not reaped: {error}");
+        }
     }
 }
 
@@ -95,16 +97,23 @@ impl Store for Redis {
     }
 
     fn settle(&self) -> Fallible<()> {
-        // `everysec` has synced by then; the wait costs no CPU.
-        self.connect()?
-            .call(&[b"WAITAOF", b"1", b"0", b"2000"])
-            .map_or((), drop);
+        // What `everysec` leaves for the next second is not waited for.
+        let mut connection = self.connect()?;
+        let busy = |info: &str| {
+            let idle = ["aof_buffer_length:0\r", "aof_pending_bio_fsync:0\r"];
+            info.contains("aof_buffer_length") && !idle.iter().all(|line| info.contains(line))
+        };
+        while busy(&connection.call(&[b"INFO", b"persistence"])?) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Ok(())
     }
 
     fn close(mut self: Box<Self>) -> Fallible<()> {
+        let mut connection = self.connect()?;
+        connection.push(&[b"SHUTDOWN"])?;
         // The server ends without an answer.
-        self.connect()?.call(&[b"SHUTDOWN"]).map_or((), drop);
+        connection.send()?;
         self.server.wait()?;
         Ok(())
     }

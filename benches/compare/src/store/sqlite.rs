@@ -1,7 +1,7 @@
 //! SQLite, by rusqlite.
 
-use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rusqlite::Connection;
 
@@ -11,51 +11,46 @@ use crate::cell::Level;
 use crate::workload::Key;
 
 pub(crate) const SETTINGS: &str = "WAL, `WITHOUT ROWID`, `INSERT OR IGNORE`, prepared, one \
-     connection a thread, cache 256 MiB, checkpoint each 4000 pages; lazy: `synchronous = OFF`; \
-     durable: `synchronous = FULL`";
+     connection behind a mutex, cache 256 MiB, checkpoint each 4000 pages; `synchronous` `OFF` \
+     where lazy, `FULL` where durable";
 
-pub(crate) struct Sqlite {
-    path: PathBuf,
-    level: Level,
-}
+/// One connection for all callers: connections of their own would wait for each other by
+/// sleeping, which is slower.
+pub(crate) struct Sqlite(Mutex<Connection>);
 
 impl Sqlite {
     pub(crate) fn open(dir: &Path, level: Level) -> Fallible<Sqlite> {
-        let store = Sqlite {
-            path: dir.join("data.sqlite"),
-            level,
-        };
-        store.connect()?.execute_batch(
-            "CREATE TABLE IF NOT EXISTS keys (key BLOB PRIMARY KEY, expiry INTEGER) WITHOUT ROWID",
-        )?;
-        Ok(store)
-    }
-
-    fn connect(&self) -> Fallible<Connection> {
-        let connection = Connection::open(&self.path)?;
-        connection.busy_timeout(Duration::from_secs(60))?;
-        let synchronous = match self.level {
+        let connection = Connection::open(dir.join("data.sqlite"))?;
+        let synchronous = match level {
             Level::Durable => "FULL",
             Level::Lazy | Level::Process => "OFF",
         };
         connection.execute_batch(&format!(
             "PRAGMA journal_mode = WAL; PRAGMA synchronous = {synchronous};
              PRAGMA cache_size = -262144; PRAGMA wal_autocheckpoint = 4000;
-             PRAGMA temp_store = MEMORY;"
+             PRAGMA temp_store = MEMORY;
+             CREATE TABLE IF NOT EXISTS keys (key BLOB PRIMARY KEY, expiry INTEGER)
+             WITHOUT ROWID;"
         ))?;
-        Ok(connection)
+        Ok(Sqlite(Mutex::new(connection)))
+    }
+
+    fn connection(&self) -> MutexGuard<'_, Connection> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Store for Sqlite {
     fn session(&self) -> Fallible<Box<dyn Session + '_>> {
-        Ok(Box::new(SqliteSession(self.connect()?)))
+        Ok(Box::new(SqliteSession(self)))
     }
 
     fn settle(&self) -> Fallible<()> {
-        let connection = self.connect()?;
+        let connection = self.connection();
+        let synchronous: i64 = connection.query_row("PRAGMA synchronous", [], |row| row.get(0))?;
         connection.execute_batch("PRAGMA synchronous = FULL")?;
-        Ok(connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?)
+        connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?;
+        Ok(connection.pragma_update(None, "synchronous", synchronous)?)
     }
 
     fn close(self: Box<Self>) -> Fallible<()> {
@@ -63,7 +58,7 @@ impl Store for Sqlite {
     }
 
     fn scan(&self, after: &[u8], count_max: usize) -> Fallible<Vec<(Key, u64)>> {
-        let connection = self.connect()?;
+        let connection = self.connection();
         let sql = "SELECT key, expiry FROM keys WHERE key > ?1 ORDER BY key LIMIT ?2";
         let mut statement = connection.prepare_cached(sql)?;
         let rows = statement.query_map((after, i64::try_from(count_max)?), |row| {
@@ -77,7 +72,7 @@ impl Store for Sqlite {
     }
 
     fn remove(&self, keys: &[Key]) -> Fallible<()> {
-        let mut connection = self.connect()?;
+        let mut connection = self.connection();
         let txn = connection.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)?;
         {
             let mut statement = txn.prepare_cached("DELETE FROM keys WHERE key = ?1")?;
@@ -91,18 +86,18 @@ impl Store for Sqlite {
 
 const INSERT: &str = "INSERT OR IGNORE INTO keys (key, expiry) VALUES (?1, ?2)";
 
-struct SqliteSession(Connection);
+struct SqliteSession<'a>(&'a Sqlite);
 
-impl Session for SqliteSession {
+impl Session for SqliteSession<'_> {
     fn insert(&mut self, key: &Key, expiry: u64) -> Fallible<bool> {
-        let mut statement = self.0.prepare_cached(INSERT)?;
+        let connection = self.0.connection();
+        let mut statement = connection.prepare_cached(INSERT)?;
         Ok(statement.execute((key, expiry.cast_signed()))? == 1)
     }
 
     fn insert_many(&mut self, keys: &[Key], expiry: u64, fresh: &mut Vec<bool>) -> Fallible<()> {
-        let txn = self
-            .0
-            .transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)?;
+        let mut connection = self.0.connection();
+        let txn = connection.transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)?;
         {
             let mut statement = txn.prepare_cached(INSERT)?;
             for key in keys {
@@ -113,7 +108,8 @@ impl Session for SqliteSession {
     }
 
     fn contains(&mut self, key: &Key) -> Fallible<bool> {
-        let mut statement = self.0.prepare_cached("SELECT 1 FROM keys WHERE key = ?1")?;
+        let connection = self.0.connection();
+        let mut statement = connection.prepare_cached("SELECT 1 FROM keys WHERE key = ?1")?;
         Ok(statement.exists((key,))?)
     }
 }
