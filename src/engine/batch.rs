@@ -1,5 +1,6 @@
 //! Filters, and batches of every kind: one pass over the index, one write, one flush.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use super::append::Appended;
@@ -177,6 +178,9 @@ impl Filter {
             let now = engine.now();
             let asked = self.observation(options, &now);
             let mut no_room = None;
+            // A seal or a roll while keys were located makes the earlier ones stale, not the later
+            // ones: a repeat must not overtake the key that it repeats.
+            let mut left = HashSet::new();
             {
                 let mut core = engine.core();
                 let checked = engine.check_writable(&core);
@@ -186,9 +190,14 @@ impl Filter {
                     let Some((wanted, located)) = located else {
                         continue;
                     };
+                    if left.contains(&wanted.h) {
+                        continue;
+                    }
                     match self.observe_one(&mut core, *wanted, located, &now, asked) {
                         // A repeat inside the batch is found in the next pass.
-                        One::Again => {}
+                        One::Again => {
+                            left.insert(wanted.h);
+                        }
                         One::Refused(error) => *answer = Some(Err(error)),
                         One::NoRoom(room) => {
                             no_room = Some(room);
@@ -680,5 +689,60 @@ impl Decided<Answer> {
             Answer::Probe(doubt) => Err(doubt),
             _ => Ok(self),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::options::{NamespaceOptions, Options};
+    use crate::vfs::sim::SimDisk;
+
+    /// A key that fills the active segment with others when it is read for the second time: the
+    /// first time it is checked, the second time it is located.
+    struct Rolling<'a> {
+        key: &'static str,
+        reads: Cell<u32>,
+        filter: Option<&'a Filter>,
+    }
+
+    impl AsRef<[u8]> for Rolling<'_> {
+        fn as_ref(&self) -> &[u8] {
+            let reads = self.reads.replace(self.reads.get() + 1);
+            if let (Some(filter), 1) = (self.filter, reads) {
+                for n in 0..40 {
+                    assert!(filter.observe(format!("{n:0>180}")).unwrap().is_new());
+                }
+            }
+            self.key.as_bytes()
+        }
+    }
+
+    /// Found by a benchmark that knows each verdict: while the background sealed a segment, a
+    /// batch with a repeat answered `Duplicate` for the first of the two and `New` for the second.
+    /// The first had been located before the seal and was put off, the second after it.
+    #[test]
+    fn a_repeat_in_a_batch_does_not_overtake_its_key_when_the_segment_rolls() {
+        let options = Options::new().segment_bytes(4096).background(false);
+        let log = options.open_on(SimDisk::new().dir()).unwrap();
+        let filter = log.filter("f", NamespaceOptions::new()).unwrap();
+        let key = |key, filter| Rolling {
+            key,
+            reads: Cell::new(0),
+            filter,
+        };
+        let keys = [
+            key("repeated", None),
+            key("other", Some(&filter)),
+            key("repeated", None),
+        ];
+        let observed = filter.observe_many(&keys).unwrap();
+        let observed: Vec<Observed> = observed.into_iter().map(|one| one.unwrap()).collect();
+        assert_eq!(
+            observed,
+            [Observed::New, Observed::New, Observed::Duplicate]
+        );
     }
 }
