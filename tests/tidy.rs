@@ -29,7 +29,7 @@ fn files(folder: &str) -> Vec<(PathBuf, String)> {
             continue;
         };
         for path in entries.map(|entry| entry.unwrap().path()) {
-            if path.is_dir() {
+            if path.is_dir() && !path.ends_with("target") {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let text = std::fs::read_to_string(&path).unwrap();
