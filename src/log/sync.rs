@@ -56,8 +56,11 @@ pub(crate) mod primitives {
 }
 
 const WAITING: u8 = 0;
-const DONE: u8 = 1;
-const LEAD: u8 = 2;
+/// Look again at the state.
+const LOOK: u8 = 1;
+/// Everything below the target is durable, and nothing of it was taken back: whoever takes records
+/// back tells all who wait at that moment to look.
+const SERVED: u8 = 2;
 
 /// Tracks how far the log is durable.
 #[derive(Debug)]
@@ -180,7 +183,10 @@ impl Syncer {
                 return answer.map_err(Ok);
             }
             if state.leader_active {
-                state = self.follow(state, target);
+                match self.follow(state, target) {
+                    Some(again) => state = again,
+                    None => return Ok(()),
+                }
                 continue;
             }
             state.leader_active = true;
@@ -211,12 +217,13 @@ impl Syncer {
         }
     }
 
-    /// Waits for a leader; returns when served, failed, or to lead.
+    /// Waits for a leader. `None`: served, which needs no second look, so that those whom one flush
+    /// has served do not meet at the lock; otherwise failed, or to lead.
     fn follow<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         target: Position,
-    ) -> MutexGuard<'a, State> {
+    ) -> Option<MutexGuard<'a, State>> {
         let signal = Arc::new(AtomicU8::new(WAITING));
         let waiter = Waiter {
             target,
@@ -226,10 +233,13 @@ impl Syncer {
         state.waiters.push(waiter);
         drop(state);
         // Acquire pairs with the Release of whoever signals: its change of the state is seen.
-        while signal.load(Ordering::Acquire) == WAITING {
-            primitives::park();
+        loop {
+            match signal.load(Ordering::Acquire) {
+                WAITING => primitives::park(),
+                SERVED => return None,
+                _ => return Some(self.state()),
+            }
         }
-        self.state()
     }
 }
 
@@ -260,7 +270,7 @@ fn wake(waiter: &Waiter, signal: u8) {
 
 fn wake_all(state: &mut State) {
     for waiter in state.waiters.drain(..) {
-        wake(&waiter, DONE);
+        wake(&waiter, LOOK);
     }
 }
 
@@ -269,7 +279,7 @@ fn wake_served(state: &mut State) {
     state.waiters.retain(|waiter| {
         let served = waiter.target <= durable;
         if served {
-            wake(waiter, DONE);
+            wake(waiter, SERVED);
         }
         !served
     });
@@ -278,7 +288,7 @@ fn wake_served(state: &mut State) {
 /// Lets one waiter become the leader (C).
 fn promote(state: &mut State) {
     if let Some(waiter) = state.waiters.pop() {
-        wake(&waiter, LEAD);
+        wake(&waiter, LOOK);
     }
 }
 

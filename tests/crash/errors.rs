@@ -298,6 +298,6 @@ fn a_look_up_that_cannot_read_says_so() {
             crew.close().1.unwrap();
         }
     }
-    println!("faults: scenario=look-up failed={failed}");
+    println!("faults: scenario=look-up errors={failed}");
     assert!(failed > 0);
 }

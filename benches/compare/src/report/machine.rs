@@ -19,8 +19,22 @@ pub(crate) fn describe(dir: &Path) -> Value {
         "rustc": output("rustc", &["--version"]),
         "redis": output("redis-server", &["--version"]),
         "day": output("date", &["-u", "+%F"]),
-        "command": std::env::args().skip(1).collect::<Vec<_>>().join(" "),
+        "command": arguments(),
     })
+}
+
+/// What was asked for, without where things lie on this machine.
+fn arguments() -> String {
+    let mut kept = Vec::new();
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        if ["--dir", "--results", "--report"].contains(&word.as_str()) {
+            words.next();
+        } else {
+            kept.push(word);
+        }
+    }
+    kept.join(" ")
 }
 
 /// The lines of the report about the runs that filled the results file: each once.
