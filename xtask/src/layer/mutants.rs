@@ -313,8 +313,9 @@ const FAULTS: &[Fault] = &[
         breaks: "I5",
         edits: &[(
             "src/index/build.rs",
-            "            self.filter.insert(h);",
-            "            if !(FAULT && self.hashes_count == 1) { self.filter.insert(h); }",
+            "                Filter::Bloom(filter) => filter.insert(h),",
+            "                Filter::Bloom(filter) => {\n                    \
+             if !(FAULT && self.hashes_count == 1) { filter.insert(h); }\n                }",
         )],
         noticed_by: "lib",
     },
