@@ -32,16 +32,25 @@ pub enum NamespaceKind {
     NonRepeatable,
     /// All effects are writes into this store; nothing happens outside.
     Internal,
+    /// Versioned values: see [`Cells`](crate::Cells).
+    Cells,
+    /// Which numbers of a source are done: see [`Watermarks`](crate::Watermarks).
+    Watermarks,
+    /// Entries to be dispatched: see [`Outbox`](crate::Outbox).
+    Outbox,
 }
 
 impl NamespaceKind {
     /// All kinds, in the order of their codes.
-    pub const ALL: [NamespaceKind; 5] = [
+    pub const ALL: [NamespaceKind; 8] = [
         NamespaceKind::Filter,
         NamespaceKind::Repeatable,
         NamespaceKind::Probeable,
         NamespaceKind::NonRepeatable,
         NamespaceKind::Internal,
+        NamespaceKind::Cells,
+        NamespaceKind::Watermarks,
+        NamespaceKind::Outbox,
     ];
 
     /// Returns the name used by the command line and in messages.
@@ -52,6 +61,9 @@ impl NamespaceKind {
             NamespaceKind::Probeable => "probeable",
             NamespaceKind::NonRepeatable => "non-repeatable",
             NamespaceKind::Internal => "internal",
+            NamespaceKind::Cells => "cells",
+            NamespaceKind::Watermarks => "watermarks",
+            NamespaceKind::Outbox => "outbox",
         }
     }
 
@@ -60,6 +72,17 @@ impl NamespaceKind {
         NamespaceKind::ALL
             .into_iter()
             .find(|kind| kind.name() == name)
+    }
+
+    /// Says whether the keys of such a namespace are claimed.
+    pub(crate) const fn has_claims(self) -> bool {
+        matches!(
+            self,
+            NamespaceKind::Repeatable
+                | NamespaceKind::Probeable
+                | NamespaceKind::NonRepeatable
+                | NamespaceKind::Internal
+        )
     }
 
     /// Says whether `start` must be durable before the effect and an unstarted claim may not be

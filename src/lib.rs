@@ -35,17 +35,22 @@ mod engine;
 #[cfg(feature = "testing")]
 mod fuzz;
 
+pub use engine::attach::{CommitAll, CommitAllVerdict};
 pub use engine::batch::{Filter, ObserveOptions};
+pub use engine::cells::Cells;
 pub use engine::claim::{Claim, ClaimVerdict, Commit, Committable, StartError, Started};
 pub use engine::class::{
     DirectCommit, EffectClass, Internal, NonRepeatable, Probeable, Repeatable,
 };
+pub use engine::dispatch::{Dispatched, Dispatcher, Stopper};
 pub use engine::handle::DedupLog;
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
+pub use engine::outbox::{Outbox, OutboxEntry, OutboxStats};
 pub use engine::repair::{Repair, RepairReport};
 pub use engine::run_once::{Attempt, RunVerdict};
 pub use engine::ticket::Ticket;
 pub use engine::verify::{Problem, VerifyReport, verify};
+pub use engine::watermarks::Watermarks;
 pub use error::{Applied, Error, ErrorKind, Result};
 pub use key::{
     EVIDENCE_BYTES_MAX, Fingerprint, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, NamespaceKind,
@@ -56,14 +61,15 @@ pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
     OUTCOME_BYTES_DEFAULT, OpenMode, Options, ProgressCallback, RETENTION_DEFAULT, Retention,
     SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN,
-    SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT, WhenFull, ZeroFill,
+    SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT, WatermarkOptions, WhenFull,
+    ZeroFill,
 };
 pub use position::Position;
 pub use stamp::Stamp;
 pub use stats::{Health, LostRange, OpenReport, Stats};
 pub use verdict::{
-    AckAdvice, Change, CommitVerdict, Done, Doubt, Failure, KeyState, Observed, Outcome, Owner,
-    Previous, Probed, Resolution, Unsettled,
+    AckAdvice, Cell, CellVerdict, Change, CommitVerdict, Done, Doubt, Expected, Failure, KeyState,
+    Observed, Outcome, Owner, Previous, Probed, Reset, Resolution, Sequenced, Unsettled,
 };
 
 /// Clocks, disks and hooks for tests: of this crate, and of the handlers of its users.

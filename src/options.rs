@@ -389,7 +389,7 @@ impl Options {
 }
 
 /// How a namespace is used by this opener; only its kind is kept in the store.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct NamespaceOptions {
     pub(crate) retention: Retention,
@@ -397,9 +397,11 @@ pub struct NamespaceOptions {
     pub(crate) settle: Option<Duration>,
     pub(crate) durability: Option<Durability>,
     pub(crate) outcome_bytes_max: usize,
+    pub(crate) attached_bytes_max: usize,
     pub(crate) attempts_max: Option<u32>,
     pub(crate) sliding: bool,
     pub(crate) key_time: Option<KeyTime>,
+    pub(crate) marks: MarkOptions,
 }
 
 impl Default for NamespaceOptions {
@@ -410,9 +412,11 @@ impl Default for NamespaceOptions {
             settle: None,
             durability: None,
             outcome_bytes_max: OUTCOME_BYTES_DEFAULT,
+            attached_bytes_max: 0,
             attempts_max: None,
             sliding: false,
             key_time: None,
+            marks: MarkOptions::default(),
         }
     }
 }
@@ -456,6 +460,15 @@ impl NamespaceOptions {
         self
     }
 
+    /// Sets how many bytes of what is attached to a commit (cells, watermarks, outbox entries,
+    /// with 160 bytes for each beside its key and value) are kept free for every open claim.
+    /// A commit that attaches more is written like a new key: while there is room, otherwise it
+    /// is `Full`, with nothing applied and the claim still held. Default: 0.
+    pub fn attached_bytes_max(mut self, bytes: usize) -> Self {
+        self.attached_bytes_max = bytes;
+        self
+    }
+
     /// Sets after how many attempts a key is dead. Default: no limit.
     pub fn attempts_max(mut self, count: u32) -> Self {
         self.attempts_max = Some(count);
@@ -479,24 +492,107 @@ impl NamespaceOptions {
     }
 
     pub(crate) fn validate(&self, kind: NamespaceKind, segment_bytes: u32) -> Result<()> {
+        let room = usize::try_from(segment_bytes / 4).unwrap_or(usize::MAX);
+        let marks_bytes = self
+            .marks
+            .stretches_max
+            .saturating_mul(16)
+            .saturating_add(1024);
+        if kind == NamespaceKind::Watermarks && marks_bytes > room {
+            return Err(Error::invalid(format!(
+                "stretches_max of a sparse watermark needs larger segments: stretches_max={} \
+                 segment_bytes={segment_bytes} segment_bytes_min={}",
+                self.marks.stretches_max,
+                marks_bytes.saturating_mul(4)
+            )));
+        }
         if self.outcome_bytes_max > OUTCOME_BYTES_MAX {
             return Err(Error::invalid(format!(
                 "outcome_bytes_max over the limit: bytes={} bytes_max={OUTCOME_BYTES_MAX}",
                 self.outcome_bytes_max
             )));
         }
-        let room = usize::try_from(segment_bytes / 4).unwrap_or(usize::MAX);
-        if kind != NamespaceKind::Filter && self.outcome_bytes_max + 1024 > room {
+        let owed = self
+            .outcome_bytes_max
+            .saturating_add(self.attached_bytes_max);
+        if kind != NamespaceKind::Filter && owed.saturating_add(1024) > room {
             return Err(Error::invalid(format!(
                 "outcome_bytes_max needs segments of 4 times its size: outcome_bytes_max={} \
-                 segment_bytes={segment_bytes}; raise segment_bytes or lower outcome_bytes_max",
-                self.outcome_bytes_max
+                 attached_bytes_max={} segment_bytes={segment_bytes}; raise segment_bytes or \
+                 lower outcome_bytes_max",
+                self.outcome_bytes_max, self.attached_bytes_max
             )));
         }
         if self.attempts_max == Some(0) {
             return Err(Error::invalid("attempts_max must be at least 1"));
         }
         Ok(())
+    }
+}
+
+/// How the numbers of a namespace's sources are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct MarkOptions {
+    pub(crate) sparse: bool,
+    /// The first number of a source that nobody has begun otherwise.
+    pub(crate) first: u64,
+    /// Stretches of done numbers beyond one that is not.
+    pub(crate) stretches_max: usize,
+}
+
+/// What a namespace of watermarks is to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct WatermarkOptions {
+    marks: MarkOptions,
+    durability: Option<Durability>,
+}
+
+impl WatermarkOptions {
+    /// A number at or below the highest one that was done counts as done: for sources that
+    /// deliver in order and whose messages are handled one at a time.
+    pub fn strict() -> Self {
+        WatermarkOptions {
+            marks: MarkOptions::default(),
+            durability: None,
+        }
+    }
+
+    /// Numbers may be done in any order: each counts for itself. At most so many stretches of
+    /// done numbers may lie beyond one that is not done (16 bytes each in every record of the
+    /// source); a commit that would make more is `Full`.
+    pub fn sparse(stretches_max: usize) -> Self {
+        WatermarkOptions {
+            marks: MarkOptions {
+                sparse: true,
+                first: 0,
+                stretches_max,
+            },
+            durability: None,
+        }
+    }
+
+    /// Sets the first number of a source that was not begun otherwise. Default: 0.
+    pub fn first(mut self, number: u64) -> Self {
+        self.marks.first = number;
+        self
+    }
+
+    /// Sets the durability of this namespace's own calls. Default: the store's. A number that a
+    /// commit carries is as durable as the commit.
+    pub fn durability(mut self, durability: Durability) -> Self {
+        self.durability = Some(durability);
+        self
+    }
+
+    pub(crate) fn namespace(self) -> NamespaceOptions {
+        NamespaceOptions {
+            durability: self.durability,
+            // Nothing but marks is kept here.
+            outcome_bytes_max: 0,
+            marks: self.marks,
+            ..NamespaceOptions::new()
+        }
     }
 }
 

@@ -205,16 +205,96 @@ pub enum CommitVerdict {
         /// The outcome that was not written.
         outcome: Vec<u8>,
     },
+    /// A cell is not what the commit expected. Nothing was written, neither the outcome nor
+    /// anything attached; the claim is still held.
+    CellConflict {
+        /// Which of the commit's cells, counted from 0 in the order in which they were attached.
+        index: usize,
+        /// What the cell is.
+        current: Option<Cell>,
+        /// The outcome that was not written.
+        outcome: Vec<u8>,
+    },
 }
 
 impl CommitVerdict {
-    /// Says what to tell the broker: a fenced owner's message belongs to whoever took over.
+    /// Says what to tell the broker: a fenced owner's message belongs to whoever took over, and
+    /// one whose cells have changed is to be done again.
     pub fn ack_advice(&self) -> AckAdvice {
         match self {
             CommitVerdict::Fenced { current, .. } => current.ack_advice(),
+            CommitVerdict::CellConflict { .. } => AckAdvice::Redeliver {
+                after: Duration::ZERO,
+            },
             _ => AckAdvice::Ack,
         }
     }
+}
+
+/// A versioned value.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Cell {
+    /// The value.
+    pub value: Vec<u8>,
+    /// The stamp of the write that made it so: never used again, also not for an equal value.
+    pub version: Stamp,
+}
+
+/// What a write of a cell expects to find.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Expected {
+    /// Any value or none: the write is unconditional.
+    Anything,
+    /// No value: never written, or deleted.
+    Absent,
+    /// The value of this version.
+    Version(Stamp),
+}
+
+/// The answer of a write of a cell.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use = "a conflict wrote nothing"]
+pub enum CellVerdict {
+    /// The cell has this value, as durably as asked.
+    Written {
+        /// Its version.
+        version: Stamp,
+    },
+    /// The cell is absent, as durably as asked.
+    Deleted,
+    /// The cell is not what was expected; nothing was written.
+    Conflict {
+        /// What it is.
+        current: Option<Cell>,
+    },
+}
+
+/// What is known of a number of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[must_use = "a duplicate must not take effect"]
+pub enum Sequenced {
+    /// It is not done, and everything before it is.
+    Fresh,
+    /// It is not done, and neither are earlier ones.
+    Gap {
+        /// The lowest number that is not done.
+        expected: u64,
+    },
+    /// It is done.
+    Duplicate,
+}
+
+/// The answer of a reset of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[must_use = "a fenced reset changed nothing"]
+pub enum Reset {
+    /// The source is numbered anew from here on.
+    Applied,
+    /// The source has this epoch, which is not lower; nothing was changed.
+    Fenced {
+        /// The epoch in force.
+        current: u64,
+    },
 }
 
 /// How an attempt ended other than by a commit.

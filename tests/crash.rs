@@ -7,6 +7,7 @@
 //! process so far, in which an image that two scenarios share counts once.
 
 mod alphabet;
+mod attached;
 mod errors;
 mod faults;
 mod handler;

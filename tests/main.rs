@@ -22,6 +22,8 @@ mod support;
 #[cfg(feature = "testing")]
 mod api;
 #[cfg(feature = "testing")]
+mod attached;
+#[cfg(feature = "testing")]
 mod cases;
 #[cfg(feature = "cli")]
 mod cli;

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use idemlog::testing::ManualClock;
-use idemlog::testing::sim::{CrashOptions, Fault, FaultKind, SimDisk, for_each_crash_point};
+use idemlog::testing::sim::{
+    CrashOptions, Fault, FaultKind, PowerCut, SimDisk, for_each_crash_point,
+};
 use idemlog::{
     ClaimOptions, ClaimVerdict, Commit, CommitVerdict, DedupLog, ErrorKind, Failure, KeyState,
     Namespace, NamespaceKind, NamespaceOptions, NonRepeatable, Observed, OpenMode, Options,
@@ -861,4 +863,19 @@ fn a_damaged_end_of_a_listed_claim_costs_its_own_key_only() {
     assert_eq!(jobs.claim("k").unwrap_err().kind(), ErrorKind::Damaged);
     let seen = log.filter("seen", space()).unwrap();
     assert_eq!(seen.get(key(0)).unwrap(), KeyState::Seen);
+}
+
+/// A repair that has returned is complete, whatever the power does: its mark does not come back.
+#[test]
+fn a_finished_repair_stays_finished_after_a_power_cut() {
+    let disk = store();
+    let target = SimDisk::new();
+    let report = repair()
+        .write_on(disk.dir().as_ref(), target.dir())
+        .unwrap();
+    assert!(report.is_whole());
+    let bare = target.after_power_cut(&mut PowerCut::drop_all());
+    let log = open(&bare).unwrap();
+    let seen = log.filter("seen", space()).unwrap();
+    assert_eq!(seen.observe(key(0)).unwrap(), Observed::Duplicate);
 }

@@ -29,6 +29,40 @@ pub(crate) enum Task {
 pub(crate) struct Signals {
     state: Mutex<State>,
     changed: Condvar,
+    pub(crate) bell: Bell,
+}
+
+/// Wakes whoever waits for something to dispatch.
+#[derive(Debug, Default)]
+pub(crate) struct Bell {
+    rings_count: Mutex<u64>,
+    rung: Condvar,
+}
+
+impl Bell {
+    fn count(&self) -> MutexGuard<'_, u64> {
+        self.rings_count
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn ring(&self) {
+        *self.count() += 1;
+        self.rung.notify_all();
+    }
+
+    /// Returns how often it has rung: taken before a look at what there is to do.
+    pub(crate) fn rings_count(&self) -> u64 {
+        *self.count()
+    }
+
+    /// Waits until it has rung again since, or until the time is over.
+    pub(crate) fn wait(&self, since: u64, time_max: Duration) {
+        let waited = self
+            .rung
+            .wait_timeout_while(self.count(), time_max, |count| *count == since);
+        drop(waited);
+    }
 }
 
 #[derive(Debug, Default)]
@@ -61,6 +95,7 @@ impl Signals {
     pub(crate) fn stop(&self) {
         self.state().stop = true;
         self.changed.notify_all();
+        self.bell.ring();
     }
 
     pub(crate) fn is_stopping(&self) -> bool {

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use super::append::Appended;
-use super::claim::{ClaimVerdict, Commit, Committable, Committed, commit_step};
+use super::attach::GroupCommitted;
+use super::claim::{ClaimVerdict, Commit, Committable, Committed, commit_step, is_end};
 use super::class::EffectClass;
 use super::core::{Core, Need, Older, Room};
 use super::handle::Handle;
@@ -20,6 +21,7 @@ use crate::log::sync::FailureCount;
 use crate::model::claim as model;
 use crate::model::claim::{ChangeDecision, Entry, Env};
 use crate::options::{Durability, Retention};
+use crate::stamp::Stamp;
 use crate::verdict::{Change, CommitVerdict, KeyState, Observed};
 
 /// How one key is observed.
@@ -340,10 +342,7 @@ impl Filter {
         if let Err(error) = engine.check_frame(frame_bytes) {
             return One::Refused(error);
         }
-        let room = Room {
-            frame_bytes,
-            need: Need::New { owed_bytes: 0 },
-        };
+        let room = Room::of_one(frame_bytes, Need::New { owed_bytes: 0 });
         if !core.has_room(room) {
             return One::NoRoom(room);
         }
@@ -512,6 +511,12 @@ impl Engine {
     }
 }
 
+/// A claim to be committed in a batch: key, epoch, what is recorded, and whether it may be.
+type Claimed = (Vec<u8>, Stamp, Commit, Result<()>);
+
+/// A commit with what is attached to it, and what its answer rests on.
+type Grouping = (GroupCommitted, Option<Rests>);
+
 impl<C: EffectClass> Namespace<C> {
     /// Claims many keys, in order; a repeat inside the batch is `Busy`. One write serves all. A
     /// bad key is an error of its own item.
@@ -558,7 +563,8 @@ impl<C: EffectClass> Namespace<C> {
             .collect())
     }
 
-    /// Commits many claims, each on its own: one write and one flush serve all.
+    /// Commits many claims, each on its own: one write and one flush serve all. Those with
+    /// something attached are written before the others, each with one write of its own.
     ///
     /// # Errors
     /// As `commit`, for the batch as a whole; the claims are still held then. An item whose
@@ -579,6 +585,7 @@ impl<C: EffectClass> Namespace<C> {
             let checked = sized.and_then(|()| if own { Ok(()) } else { Err(self.foreign()) });
             claims.push((held.key.clone(), held.epoch, commit.clone(), checked));
         }
+        let attached = self.append_many_attached(&mut claims);
         // An item that is refused keeps its place with an empty key, which is refused anew.
         let keys: Vec<&[u8]> = claims
             .iter()
@@ -598,9 +605,7 @@ impl<C: EffectClass> Namespace<C> {
             batch,
             &mut answers,
             |index, entry, env| match claims.get(index) {
-                Some((_, epoch, commit, _)) => {
-                    commit_step(entry, env, *epoch, commit.outcome.as_deref())
-                }
+                Some((_, epoch, commit, _)) => commit_step(entry, env, *epoch, commit),
                 None => Step::Answer(Committed::NotStarted),
             },
             |index| {
@@ -608,21 +613,50 @@ impl<C: EffectClass> Namespace<C> {
                 commit.map_or(self.space.options.retention, |c| self.commit_retention(c))
             },
         )?;
+        for rests in attached
+            .iter()
+            .flatten()
+            .flatten()
+            .filter_map(|(_, rests)| *rests)
+        {
+            engine.ensure(rests.end, rests.failures, level)?;
+        }
         let decided = answers.into_iter().flatten();
         let mut verdicts = Vec::with_capacity(items.len());
-        for (((key, _, commit, checked), decided), (guard, _)) in
-            claims.into_iter().zip(decided).zip(items.iter_mut())
+        for ((((key, _, commit, checked), decided), attached), (guard, _)) in claims
+            .into_iter()
+            .zip(decided)
+            .zip(attached)
+            .zip(items.iter_mut())
         {
-            let verdict = checked.and(decided).and_then(|decided| {
-                let position = decided.written.map(|(_, position)| position);
-                self.commit_verdict(&key, decided.answer, position, commit)
-            });
-            if verdict.is_ok() {
+            let verdict = match attached {
+                Some(attached) => attached
+                    .and_then(|(committed, _)| self.attached_verdict(&key, committed, commit)),
+                None => checked.and(decided).and_then(|decided| {
+                    let position = decided.written.map(|(_, position)| position);
+                    self.commit_verdict(&key, decided.answer, position, commit)
+                }),
+            };
+            if verdict.as_ref().is_ok_and(is_end) {
                 guard.held_mut().ended = true;
             }
             verdicts.push(verdict);
         }
         Ok(verdicts)
+    }
+
+    /// Appends the commits that have something attached, each as a frame of its own, and takes
+    /// them out of the batch: what is left of them there is refused. The flush of the batch is
+    /// theirs, too.
+    fn append_many_attached(&self, claims: &mut [Claimed]) -> Vec<Option<Result<Grouping>>> {
+        let append = |(key, epoch, commit, checked): &mut Claimed| {
+            if commit.attached.is_empty() || checked.is_err() {
+                return None;
+            }
+            *checked = Err(Error::invalid("committed apart from the batch"));
+            Some(self.append_attached(key, *epoch, commit))
+        };
+        claims.iter_mut().map(append).collect()
     }
 
     fn foreign(&self) -> Error {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::attach::Attachment;
 use super::class::{DirectCommit, EffectClass};
 use super::handle::Handle;
 use super::namespace::Namespace;
@@ -145,7 +146,9 @@ impl<C: EffectClass> ClaimVerdict<C> {
 pub struct Commit {
     pub(crate) outcome: Option<Vec<u8>>,
     pub(crate) retention: Option<Retention>,
+    pub(crate) outcome_retention: Option<Retention>,
     pub(crate) durability: Option<Durability>,
+    pub(crate) attached: Vec<Attachment>,
 }
 
 impl Commit {
@@ -153,8 +156,7 @@ impl Commit {
     pub fn new(outcome: impl Into<Vec<u8>>) -> Self {
         Commit {
             outcome: Some(outcome.into()),
-            retention: None,
-            durability: None,
+            ..Commit::without_outcome()
         }
     }
 
@@ -163,13 +165,22 @@ impl Commit {
         Commit {
             outcome: None,
             retention: None,
+            outcome_retention: None,
             durability: None,
+            attached: Vec::new(),
         }
     }
 
     /// Sets how long the key is remembered. Default: the namespace's retention.
     pub fn retention(mut self, retention: impl Into<Retention>) -> Self {
         self.retention = Some(retention.into());
+        self
+    }
+
+    /// Sets how long duplicates are told the outcome, if that is less than the key is remembered;
+    /// afterwards they learn only that it happened. Default: as long as the key.
+    pub fn outcome_retention(mut self, retention: impl Into<Retention>) -> Self {
+        self.outcome_retention = Some(retention.into());
         self
     }
 
@@ -213,7 +224,7 @@ pub(crate) struct Held<C: EffectClass> {
 impl<C: EffectClass> Held<C> {
     pub(crate) fn commit(&mut self, commit: Commit) -> Result<CommitVerdict> {
         let verdict = self.namespace.commit_epoch(&self.key, self.epoch, commit)?;
-        self.ended = true;
+        self.ended = is_end(&verdict);
         Ok(verdict)
     }
 
@@ -543,6 +554,9 @@ impl<C: EffectClass> Namespace<C> {
         commit: Commit,
     ) -> Result<CommitVerdict> {
         self.check_outcome(key, commit.outcome.as_ref().map_or(0, Vec::len))?;
+        if !commit.attached.is_empty() {
+            return self.commit_attached(key, epoch, commit);
+        }
         let level = self.level(commit.durability);
         let decided = self.handle.engine.update_known(
             &self.space,
@@ -552,7 +566,7 @@ impl<C: EffectClass> Namespace<C> {
                 answer: level,
             },
             self.commit_retention(&commit),
-            |entry, env| commit_step(entry, env, epoch, commit.outcome.as_deref()),
+            |entry, env| commit_step(entry, env, epoch, &commit),
         )?;
         let position = decided.written.map(|(_, position)| position);
         self.commit_verdict(key, decided.answer, position, commit)
@@ -600,12 +614,12 @@ pub(crate) fn commit_step(
     entry: Option<&Entry>,
     env: &Env,
     epoch: Stamp,
-    outcome: Option<&[u8]>,
+    commit: &Commit,
 ) -> Step<Committed> {
-    match model::commit(entry, env, epoch, outcome) {
+    match model::commit(entry, env, epoch, commit.outcome.as_deref()) {
         ChangeDecision::Write { entry, late } => Step::Write(
             Write {
-                entry,
+                entry: told_until(entry, env, commit),
                 is_claim: false,
                 deadline_boot_ms: None,
             },
@@ -620,4 +634,19 @@ pub(crate) fn commit_step(
             (_, current) => Step::Answer(Committed::Fenced(current)),
         },
     }
+}
+
+/// Says whether a commit's answer ends the claim.
+pub(crate) fn is_end(verdict: &CommitVerdict) -> bool {
+    !matches!(verdict, CommitVerdict::CellConflict { .. })
+}
+
+/// Notes how long the outcome is told, where that is less than the key is remembered.
+fn told_until(mut entry: Entry, env: &Env, commit: &Commit) -> Entry {
+    if let Some(retention) = commit.outcome_retention {
+        let until_s = retention.expires_at_s(env.now.latest_ms);
+        let is_less = until_s != 0 && (entry.expires_at_s == 0 || until_s < entry.expires_at_s);
+        entry.outcome_until_s = if is_less { until_s } else { 0 };
+    }
+    entry
 }

@@ -24,6 +24,7 @@ use crate::key::NamespaceKind;
 use crate::key_time::KeyTime;
 use crate::log::segment::SegmentFile;
 use crate::log::writer::Writer;
+use crate::model::outbox::Queue;
 use crate::model::retention::{DropTime, inherited, keeps_segment_until};
 use crate::options::Durability;
 use crate::position::Position;
@@ -169,6 +170,8 @@ pub(crate) struct Core {
     pub(crate) frame_bytes_max: u32,
     pub(crate) stamps: Stamps,
     pub(crate) namespaces: BTreeMap<u16, KnownNamespace>,
+    /// The queues of the outboxes that this opener has opened, by namespace.
+    pub(crate) outboxes: BTreeMap<u16, Queue>,
     /// How many writes have failed and were taken back.
     pub(crate) failures: usize,
     pub(crate) closed: bool,
@@ -200,6 +203,7 @@ impl Core {
             frame_bytes_max: 0,
             stamps,
             namespaces: BTreeMap::new(),
+            outboxes: BTreeMap::new(),
             failures: 0,
             closed: false,
             hinted: Position::START,
@@ -212,7 +216,12 @@ impl Core {
 
     /// Returns the bytes that records may still take in the active segment.
     fn free_bytes(&self) -> usize {
-        let footer = footer_bytes(self.tally.unsettled_count + 1) + SYNC_MARK_BYTES;
+        self.free_bytes_behind(1)
+    }
+
+    /// The same if as many more unsettled records are listed.
+    fn free_bytes_behind(&self, records_count: usize) -> usize {
+        let footer = footer_bytes(self.tally.unsettled_count + records_count) + SYNC_MARK_BYTES;
         self.writer.room_bytes().saturating_sub(footer)
     }
 
@@ -237,14 +246,15 @@ impl Core {
         self.writer.end_offset() > self.writer.segment.bytes / 2
     }
 
-    /// Says whether a frame fits into the active segment with everything that must follow it.
-    pub(crate) fn fits(&self, frame_bytes: usize) -> bool {
-        !self.table.is_full() && self.free_bytes() >= frame_bytes
+    /// Says whether a frame of so many records fits into the active segment with everything that
+    /// must follow it.
+    pub(crate) fn fits(&self, frame_bytes: usize, records_count: usize) -> bool {
+        self.table.has_room(records_count) && self.free_bytes_behind(records_count) >= frame_bytes
     }
 
     /// Says whether a record may be appended now.
     pub(crate) fn has_room(&self, room: Room) -> bool {
-        self.fits(room.frame_bytes) && self.admits(room)
+        self.fits(room.frame_bytes, room.records_count) && self.admits(room)
     }
 
     /// Says whether what open claims owe still fits behind a new key into what is prepared.
@@ -252,6 +262,7 @@ impl Core {
         let Room {
             frame_bytes,
             need: Need::New { owed_bytes },
+            ..
         } = room
         else {
             return true;
@@ -317,6 +328,15 @@ impl Core {
         let segment = (id != self.writer.segment.id).then(|| self.view.drop_at(id));
         let until = inherited(older.kind, older.expires_at_s, older.inherit, segment);
         (!until.has_come(trusted_ms)).then_some(until.to_disk())
+    }
+
+    /// Notes where an outbox entry is now that was carried over.
+    pub(crate) fn move_queued(&mut self, record: &Record<'_>, position: Position) {
+        let failures = self.failures;
+        let queue = self.outboxes.get_mut(&record.namespace);
+        if let (Some(queue), Some(place)) = (queue, record.parts.origin) {
+            queue.moved(place, position, failures);
+        }
     }
 
     fn settle(&mut self, position: Position) -> Option<(u64, UnsettledEntry)> {
@@ -449,7 +469,20 @@ impl Core {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Room {
     pub(crate) frame_bytes: usize,
+    /// Records in the frame: one, or those of a group.
+    pub(crate) records_count: usize,
     pub(crate) need: Need,
+}
+
+impl Room {
+    /// The room of a frame of one record.
+    pub(crate) fn of_one(frame_bytes: usize, need: Need) -> Self {
+        Room {
+            frame_bytes,
+            records_count: 1,
+            need,
+        }
+    }
 }
 
 /// On whose account room is needed.

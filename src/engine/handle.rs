@@ -7,12 +7,15 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::batch::Filter;
+use super::cells::Cells;
 use super::class::EffectClass;
 use super::namespace::Namespace;
+use super::outbox::Outbox;
+use super::watermarks::Watermarks;
 use super::{Engine, background, open};
 use crate::error::Result;
 use crate::key::NamespaceKind;
-use crate::options::{NamespaceOptions, Options};
+use crate::options::{NamespaceOptions, Options, WatermarkOptions};
 use crate::stats::{Health, OpenReport, Stats};
 use crate::verdict::Unsettled;
 use crate::vfs::sim::SimDisk;
@@ -168,6 +171,39 @@ impl DedupLog {
     ) -> Result<Namespace<C>> {
         let space = self.engine().open_space(name, C::KIND, options)?;
         Ok(Namespace::new(Arc::clone(&self.handle), Arc::new(space)))
+    }
+
+    /// Opens a namespace of versioned values. Creates it if it is missing.
+    ///
+    /// # Errors
+    /// As [`DedupLog::filter`].
+    pub fn cells(&self, name: &str, options: NamespaceOptions) -> Result<Cells> {
+        let space = self
+            .engine()
+            .open_space(name, NamespaceKind::Cells, options)?;
+        Ok(Cells::new(Arc::clone(&self.handle), Arc::new(space)))
+    }
+
+    /// Opens a namespace of watermarks. Creates it if it is missing.
+    ///
+    /// # Errors
+    /// As [`DedupLog::filter`].
+    pub fn watermarks(&self, name: &str, options: WatermarkOptions) -> Result<Watermarks> {
+        let space =
+            self.engine()
+                .open_space(name, NamespaceKind::Watermarks, options.namespace())?;
+        Ok(Watermarks::new(Arc::clone(&self.handle), Arc::new(space)))
+    }
+
+    /// Opens an outbox. Creates it if it is missing; reads the entries of one that is there.
+    ///
+    /// # Errors
+    /// As [`DedupLog::filter`]; `Damaged`.
+    pub fn outbox(&self, name: &str, options: NamespaceOptions) -> Result<Outbox> {
+        let space = self
+            .engine()
+            .open_space(name, NamespaceKind::Outbox, options)?;
+        Outbox::open(Arc::clone(&self.handle), Arc::new(space))
     }
 
     /// Returns the kind of a namespace; `None` if there is no such namespace.

@@ -24,7 +24,9 @@ impl Engine {
         };
         let mut list = Vec::new();
         for (at, entry, namespace) in entries {
-            let Some(namespace) = namespace else { continue };
+            let Some(namespace) = namespace.filter(|n| n.kind.has_claims()) else {
+                continue;
+            };
             if let Some(found) = self.unsettled_at(Position::from_u64(at), entry, namespace)?
                 && matches!(found.state, KeyState::InDoubt(_)) == in_doubt
             {

@@ -5,12 +5,16 @@
 //! `core` is held over a `write` of what was just appended, never over a read of sealed data.
 
 mod append;
+pub(crate) mod attach;
 mod background;
 pub(crate) mod batch;
 mod catalog;
+pub(crate) mod cells;
 pub(crate) mod claim;
 pub(crate) mod class;
 mod core;
+pub(crate) mod dispatch;
+mod group;
 pub(crate) mod handle;
 mod hint;
 #[cfg(all(test, idemlog_shuttle))]
@@ -20,6 +24,7 @@ mod lookup;
 mod merge;
 pub(crate) mod namespace;
 mod open;
+pub(crate) mod outbox;
 mod pass;
 mod poison;
 mod prepare;
@@ -37,6 +42,7 @@ pub(crate) mod ticket;
 mod typed;
 mod update;
 pub(crate) mod verify;
+pub(crate) mod watermarks;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -20,7 +20,7 @@ use crate::stamp::Stamp;
 use crate::verdict::{Change, Doubt, Failure, KeyState, Probed, Resolution};
 
 /// A namespace as its handles share it.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Space {
     pub(crate) id: u16,
     pub(crate) name: String,

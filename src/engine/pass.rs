@@ -13,9 +13,9 @@ use crate::position::Position;
 
 /// The highest record that a verdict of a batch rests on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rests {
-    pub(super) end: Position,
-    pub(super) failures: FailureCount,
+pub(crate) struct Rests {
+    pub(crate) end: Position,
+    pub(crate) failures: FailureCount,
 }
 
 /// One key of a batch.

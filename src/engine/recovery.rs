@@ -484,7 +484,15 @@ impl Engine {
             }
             in_active += usize::from(position.segment() == core.writer.segment.id);
             // Written by another opener; whoever ends it may need room for an outcome.
-            let owed_bytes = to_u32(OUTCOME_BYTES_DEFAULT).min(self.options.segment_bytes / 8);
+            let owes = core
+                .namespaces
+                .get(&namespace)
+                .is_some_and(|n| n.kind.has_claims());
+            let owed_bytes = if owes {
+                to_u32(OUTCOME_BYTES_DEFAULT).min(self.options.segment_bytes / 8)
+            } else {
+                0
+            };
             core.owed_bytes += u64::from(owed_bytes);
             let entry = UnsettledEntry {
                 namespace,

@@ -74,6 +74,9 @@ pub struct RepairReport {
     pub purged_count: u64,
     /// Keys that went in doubt, or to the probe, because a later record may be lost.
     pub doubtful_count: u64,
+    /// Cells, watermarks and outbox entries whose later records may be lost: they may be older
+    /// than they were, and an entry that was dispatched may be dispatched again.
+    pub outdated_count: u64,
     /// The manifest could not be read: namespaces are those that the caller named, and the end of
     /// the log is not known.
     pub manifest_lost: bool,
@@ -298,6 +301,8 @@ impl Repair {
             engine: &engine,
             plan,
             restless: BTreeSet::new(),
+            attached: BTreeSet::new(),
+            outdated: BTreeSet::new(),
             kept_count: 0,
             doubtful_count: 0,
         };
@@ -305,6 +310,7 @@ impl Repair {
         let salvaged = plan.log.read(from, &mut |piece| writer.take(piece))?;
         report.kept_count = writer.kept_count;
         report.doubtful_count = writer.doubtful_count;
+        report.outdated_count = writer.outdated.len() as u64;
         if salvaged.lost_count > report.lost_count && !plan.any_lost {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -408,7 +414,10 @@ fn check_kind(kind: NamespaceKind, record: &Record<'_>) -> Result<()> {
     let fits = match record.kind {
         Kind::Forgotten => true,
         Kind::Seen => kind == NamespaceKind::Filter,
-        _ => kind != NamespaceKind::Filter,
+        Kind::Cell => kind == NamespaceKind::Cells,
+        Kind::Watermark => kind == NamespaceKind::Watermarks,
+        Kind::Queued | Kind::Parked => kind == NamespaceKind::Outbox,
+        _ => kind.has_claims(),
     };
     if fits {
         return Ok(());
@@ -441,10 +450,10 @@ fn begin(to: &dyn Dir, shown: &str, options: &Options) -> Result<Box<dyn Lock>> 
     let names = to.list().map_err(failed)?;
     refuse(&names)?;
     if !names.contains(&mark) {
-        // It has no bytes: its name says it all, and the directory keeps that.
+        // It has no bytes: its name says it all, and the directory keeps that. Beside it there is
+        // nothing to remove, so that one sync is enough for both.
         to.open(&mark, Access::Create).map_err(failed)?;
     }
-    to.sync().map_err(failed)?;
     let is_left = |name: &&String| **name != mark && **name != lock_name;
     for name in names.iter().filter(is_left) {
         if FileName::parse(name).is_some() {
@@ -624,6 +633,9 @@ struct Writer<'a> {
     /// Keys whose newest record so far would offer them again: what a lost stretch behind it may
     /// have changed (C). Kept only if anything is lost at all.
     restless: BTreeSet<(u16, Vec<u8>)>,
+    /// Cells, watermarks and outbox entries, and those of them that something lost may concern.
+    attached: BTreeSet<(u16, Vec<u8>)>,
+    outdated: BTreeSet<(u16, Vec<u8>)>,
     kept_count: u64,
     doubtful_count: u64,
 }
@@ -644,15 +656,30 @@ impl Writer<'_> {
                         self.restless.remove(&key);
                     }
                 }
+                if self.plan.any_lost && !kind.has_claims() && *kind != NamespaceKind::Filter {
+                    self.note_attached(&record);
+                }
                 self.kept_count += 1;
                 self.put(&record)
             }
         }
     }
 
+    /// The newest record of what is attached is what it is, whatever was lost before it.
+    fn note_attached(&mut self, record: &Record<'_>) {
+        let key = (record.namespace, record.key.to_vec());
+        self.outdated.remove(&key);
+        if record.kind.is_attached() {
+            self.attached.insert(key);
+        } else {
+            self.attached.remove(&key);
+        }
+    }
+
     /// Something is lost here: whoever looks as if its effect had surely not begun may have begun
     /// it there, and whoever began may have begun again.
     fn doubt(&mut self) -> Result<()> {
+        self.outdated.extend(self.attached.iter().cloned());
         let now_ms = self.engine.now().trusted_ms;
         for (namespace, key) in std::mem::take(&mut self.restless) {
             let wanted = self.engine.wanted(namespace, &key);
@@ -701,10 +728,10 @@ impl Writer<'_> {
             engine.check_writable(&core)?;
             record.parts.inherit_s = core.inherit(older, engine.now().trusted_ms);
             let frame_bytes = record.frame_bytes();
-            if !core.fits(frame_bytes) {
+            if !core.fits(frame_bytes, 1) {
                 drop(core);
                 let need = Need::Owed;
-                engine.make_room(Room { frame_bytes, need })?;
+                engine.make_room(Room::of_one(frame_bytes, need))?;
                 while engine.merge_once()? {}
                 engine.remove_left(&mut engine.maintenance())?;
                 continue;
@@ -712,7 +739,11 @@ impl Writer<'_> {
             let entry = record.kind.is_unsettled().then(|| UnsettledEntry {
                 namespace: record.namespace,
                 deadline_boot_ms: None,
-                owed_bytes: to_u32(OUTCOME_BYTES_DEFAULT).min(engine.options.segment_bytes / 8),
+                owed_bytes: if record.kind.is_open_claim() {
+                    to_u32(OUTCOME_BYTES_DEFAULT).min(engine.options.segment_bytes / 8)
+                } else {
+                    0
+                },
             });
             engine.append(&mut core, &record, wanted.h, older, entry);
             return engine.finish_append(&mut core, Durability::Buffered);

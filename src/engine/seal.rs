@@ -64,7 +64,7 @@ impl Engine {
                 let core = self.core();
                 self.check_writable(&core)?;
                 (
-                    core.fits(room.frame_bytes),
+                    core.fits(room.frame_bytes, room.records_count),
                     core.admits(room),
                     core.next.len(),
                 )

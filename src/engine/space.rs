@@ -2,6 +2,7 @@
 
 use super::core::{Core, KnownNamespace};
 use super::namespace::Space;
+use super::update::is_alive;
 use super::{Engine, check_open};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::NamespaceEntry;
@@ -38,6 +39,27 @@ impl Engine {
             self.ensure(hit.older.position.after(), located.failures, level)?;
         }
         Ok(view(self.alive(entry, &now)?, &env))
+    }
+
+    /// Reads what is kept under a key of a namespace without claims, as durable as the namespace
+    /// says.
+    pub(crate) fn read_entry(&self, space: &Space, key: &[u8]) -> Result<Option<Entry>> {
+        check_key(key)?;
+        let located = self.locate(self.wanted_in(space, key), Entry::of_record)?;
+        let now = self.now();
+        {
+            let core = self.core();
+            check_open(&core)?;
+            core.check_namespace(space)?;
+        }
+        self.check_trustworthy(located.hit.as_ref().map(|hit| hit.older.position))?;
+        if let Some(hit) = &located.hit {
+            let level = self.level(space.options.durability, None);
+            self.ensure(hit.older.position.after(), located.failures, level)?;
+        }
+        let entry = located.hit.map(|hit| hit.taken);
+        self.alive(entry.as_ref(), &now)?;
+        Ok(entry.filter(|entry| is_alive(entry, &now)))
     }
 
     pub(crate) fn confirm_time(&self) -> Result<()> {
@@ -148,8 +170,8 @@ impl Engine {
             };
             if !forced && core.unsettled.values().any(|entry| entry.namespace == id) {
                 return Err(Error::invalid(format!(
-                    "namespace holds open claims or keys in doubt: name={name}; settle them, or \
-                     force it"
+                    "namespace holds what may not be forgotten (open claims, keys in doubt, cells, \
+                     watermarks, outbox entries): name={name}; settle it, or force it"
                 )));
             }
             id
@@ -157,6 +179,7 @@ impl Engine {
         self.edit_manifest(|manifest| manifest.namespaces.retain(|n| n.id != id))?;
         let mut core = self.core();
         core.namespaces.remove(&id);
+        core.outboxes.remove(&id);
         core.forget_namespace(id);
         Ok(())
     }

@@ -221,21 +221,16 @@ impl Engine {
             if newest.is_none_or(|newest| newest.position != position) {
                 return Ok(());
             }
-            if !core.fits(frame_bytes) {
+            if !core.fits(frame_bytes, 1) {
                 drop(core);
-                self.make_room_held(
-                    upkeep,
-                    Room {
-                        frame_bytes,
-                        need: Need::Owed,
-                    },
-                )?;
+                self.make_room_held(upkeep, Room::of_one(frame_bytes, Need::Owed))?;
                 continue;
             }
             let entry = core.unsettled.get(&position.get()).copied();
             let older = Older::of(&record, position);
-            self.append(&mut core, &record, wanted.h, Some(older), entry);
+            let carried = self.append(&mut core, &record, wanted.h, Some(older), entry);
             core.promise();
+            core.move_queued(&record, carried.position);
             self.counters.carried.add(1);
             return Ok(());
         }
@@ -384,9 +379,10 @@ pub(super) struct OwnedRecord {
     kind: Kind,
     record: (u16, u16, u32, crate::format::record::StateHeader),
     key: Vec<u8>,
-    parts: [Option<Vec<u8>>; 3],
+    parts: [Option<Vec<u8>>; 4],
     origin: Option<u64>,
     inherit_s: Option<u32>,
+    outcome_until_s: Option<u32>,
 }
 
 impl OwnedRecord {
@@ -400,15 +396,17 @@ impl OwnedRecord {
                 own(r.parts.outcome),
                 own(r.parts.error),
                 own(r.parts.evidence),
+                own(r.parts.ordering),
             ],
             origin: r.parts.origin,
             inherit_s: r.parts.inherit_s,
+            outcome_until_s: r.parts.outcome_until_s,
         }
     }
 
     pub(super) fn borrow(&self) -> Record<'_> {
         let (namespace, flags, expires_at_s, state) = self.record;
-        let [outcome, error, evidence] = &self.parts;
+        let [outcome, error, evidence, ordering] = &self.parts;
         let mut record = Record::new(self.kind, namespace, &self.key);
         record.flags = flags;
         record.expires_at_s = expires_at_s;
@@ -418,6 +416,8 @@ impl OwnedRecord {
         record.parts.evidence = evidence.as_deref();
         record.parts.origin = self.origin;
         record.parts.inherit_s = self.inherit_s;
+        record.parts.ordering = ordering.as_deref();
+        record.parts.outcome_until_s = self.outcome_until_s;
         record
     }
 }

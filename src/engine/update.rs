@@ -230,7 +230,7 @@ impl Engine {
         } else {
             Need::Owed
         };
-        let room = Room { frame_bytes, need };
+        let room = Room::of_one(frame_bytes, need);
         if !has_stamp || !core.has_room(room) {
             return Ok(Attempt::NoRoom(room));
         }
@@ -345,7 +345,10 @@ impl Engine {
             NamespaceKind::Filter => 0,
             _ => space.options.outcome_bytes_max.max(texts),
         };
-        512.min(to_usize(self.options.segment_bytes) / 8) + outcome
+        512.min(to_usize(self.options.segment_bytes) / 8)
+            + outcome
+            + space.options.attached_bytes_max
+            + space.options.marks.stretches_max.saturating_mul(16)
     }
 
     /// Returns the log space that the owner of a claim may still need after its effect: one
@@ -354,6 +357,6 @@ impl Engine {
     pub(crate) fn owed_bytes(&self, space: &Space, key: &[u8]) -> usize {
         let state = HEADER_BYTES + STATE_BYTES + 2 + key.len() + 4 * PART_HEADER_BYTES + 16;
         let texts = self.evidence_bytes_max();
-        2 * state + space.options.outcome_bytes_max.max(texts)
+        2 * state + space.options.outcome_bytes_max.max(texts) + space.options.attached_bytes_max
     }
 }

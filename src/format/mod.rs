@@ -13,6 +13,7 @@ pub(crate) mod record;
 pub(crate) mod run;
 pub(crate) mod segment;
 pub(crate) mod times;
+pub(crate) mod watermark;
 
 /// The format this version writes; it reads this one only.
 pub(crate) const FORMAT: u16 = 1;

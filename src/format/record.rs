@@ -4,6 +4,9 @@
 //! zero-padded to 8 bytes. Its checksum covers kind and length too and is seeded with the
 //! segment's nonce and the frame's offset, so bytes of a recycled or misplaced block never
 //! validate. The newest record of a key is its whole state: no record is a difference to another.
+//!
+//! A group is a frame whose body is whole frames: its own checksum makes them valid together or
+//! not at all, and each of them is read at its own offset like any other.
 
 use super::le::{Put, Reader, set_u32};
 use super::{Malformed, to_u32, to_usize};
@@ -31,6 +34,10 @@ pub(crate) enum Kind {
     Rejected = 7,
     InDoubt = 8,
     Dead = 9,
+    Cell = 10,
+    Watermark = 11,
+    Queued = 12,
+    Parked = 13,
     SyncMark = 16,
     Unsettled = 17,
     Seal = 18,
@@ -52,6 +59,10 @@ impl Kind {
             7 => Kind::Rejected,
             8 => Kind::InDoubt,
             9 => Kind::Dead,
+            10 => Kind::Cell,
+            11 => Kind::Watermark,
+            12 => Kind::Queued,
+            13 => Kind::Parked,
             16 => Kind::SyncMark,
             17 => Kind::Unsettled,
             18 => Kind::Seal,
@@ -72,7 +83,27 @@ impl Kind {
 
     /// Says whether the record may not be dropped with its segment while it is the key's newest.
     pub(crate) fn is_unsettled(self) -> bool {
+        self.is_open_claim() || self.is_attached()
+    }
+
+    /// Says whether somebody has yet to end what the record says of its key.
+    pub(crate) fn is_open_claim(self) -> bool {
         matches!(self, Kind::Claimed | Kind::Started | Kind::InDoubt)
+    }
+
+    /// Says whether the record is something that commits together with a key.
+    pub(crate) fn is_attached(self) -> bool {
+        self.is_queued() || matches!(self, Kind::Cell | Kind::Watermark)
+    }
+
+    /// Says whether the record is an entry of an outbox.
+    pub(crate) fn is_queued(self) -> bool {
+        matches!(self, Kind::Queued | Kind::Parked)
+    }
+
+    /// Says whether part 1 is always there: a value, whatever its length.
+    pub(crate) fn has_value(self) -> bool {
+        self == Kind::Done || self.is_attached()
     }
 }
 
@@ -123,6 +154,7 @@ impl StateHeader {
 /// The tagged parts of a record. Unknown tags are refused: a later version wrote them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Parts<'a> {
+    /// The outcome, or the value of what is attached.
     pub(crate) outcome: Option<&'a [u8]>,
     pub(crate) error: Option<&'a [u8]>,
     pub(crate) evidence: Option<&'a [u8]>,
@@ -131,6 +163,10 @@ pub(crate) struct Parts<'a> {
     /// The drop time of the segment that holds the superseded record (0: never): this record's
     /// segment is not dropped before it.
     pub(crate) inherit_s: Option<u32>,
+    /// Entries of an outbox with the same one are dispatched in order.
+    pub(crate) ordering: Option<&'a [u8]>,
+    /// Trusted second from which on the outcome is not told any more.
+    pub(crate) outcome_until_s: Option<u32>,
 }
 
 const TAG_OUTCOME: u16 = 1;
@@ -138,6 +174,8 @@ const TAG_ERROR: u16 = 2;
 const TAG_EVIDENCE: u16 = 3;
 const TAG_ORIGIN: u16 = 4;
 const TAG_INHERIT: u16 = 5;
+const TAG_ORDERING: u16 = 6;
+const TAG_OUTCOME_UNTIL: u16 = 7;
 
 /// One record, as written and as read; borrows its key and parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -185,6 +223,11 @@ impl<'a> Record<'a> {
             + part(self.parts.evidence)
             + self.parts.origin.map_or(0, |_| PART_HEADER_BYTES + 8)
             + self.parts.inherit_s.map_or(0, |_| PART_HEADER_BYTES + 4)
+            + part(self.parts.ordering)
+            + self
+                .parts
+                .outcome_until_s
+                .map_or(0, |_| PART_HEADER_BYTES + 4)
     }
 
     /// Appends the frame to `out`, with its checksum. The caller has checked the size.
@@ -256,6 +299,12 @@ impl<'a> Record<'a> {
         }
         if let Some(seconds) = self.parts.inherit_s {
             part(TAG_INHERIT, &seconds.to_le_bytes());
+        }
+        if let Some(bytes) = self.parts.ordering {
+            part(TAG_ORDERING, bytes);
+        }
+        if let Some(seconds) = self.parts.outcome_until_s {
+            part(TAG_OUTCOME_UNTIL, &seconds.to_le_bytes());
         }
     }
 }
@@ -424,6 +473,23 @@ impl<'a> Frame<'a> {
         Ok(seal)
     }
 
+    /// Parses the records of a group that stands at this offset, with theirs.
+    pub(crate) fn group(&self, nonce: u32, offset: u32) -> Result<Vec<GroupItem<'a>>, Malformed> {
+        let mut rest = self.body(Kind::Group)?.rest();
+        let mut at = offset + to_u32(HEADER_BYTES);
+        let mut records = Vec::new();
+        while !rest.is_empty() {
+            let frame = Frame::verify(rest, seed(nonce, at))?;
+            records.push((at, frame.record()?));
+            at += to_u32(frame.len());
+            rest = rest.get(frame.len()..).unwrap_or_default();
+        }
+        if records.is_empty() {
+            return Err(Malformed("group of no records"));
+        }
+        Ok(records)
+    }
+
     fn body(&self, kind: Kind) -> Result<Reader<'a>, Malformed> {
         if self.kind != kind {
             return Err(Malformed("another kind of record was expected"));
@@ -462,10 +528,33 @@ fn read_parts(mut r: Reader<'_>) -> Result<Parts<'_>, Malformed> {
             TAG_EVIDENCE => parts.evidence = Some(bytes),
             TAG_ORIGIN => parts.origin = Some(Reader::new(bytes).u64()?),
             TAG_INHERIT => parts.inherit_s = Some(Reader::new(bytes).u32()?),
+            TAG_ORDERING => parts.ordering = Some(bytes),
+            TAG_OUTCOME_UNTIL => parts.outcome_until_s = Some(Reader::new(bytes).u32()?),
             _ => return Err(NEWER),
         }
     }
     Ok(parts)
+}
+
+/// One record of a group, and where its own frame starts.
+pub(crate) type GroupItem<'a> = (u32, Record<'a>);
+
+/// Appends the header of a group, whose records follow.
+pub(crate) fn begin_group(out: &mut Vec<u8>) {
+    out.put_zeros(HEADER_BYTES);
+}
+
+/// Completes a group that goes from `start` to the end of `out`. The caller has checked the size.
+pub(crate) fn end_group(out: &mut [u8], start: usize, seed: u32) {
+    let Some(group) = out.get_mut(start..) else {
+        return;
+    };
+    let mut header = Vec::with_capacity(HEADER_BYTES);
+    put_header(&mut header, group.len(), Kind::Group, 0);
+    if let Some(place) = group.get_mut(..header.len()) {
+        place.copy_from_slice(&header);
+    }
+    set_crc(group, seed);
 }
 
 /// Proof, inside the log, of how far an earlier flush had reached.
@@ -582,6 +671,8 @@ mod tests {
             evidence: Some(b"evidence"),
             origin: Some(11),
             inherit_s: Some(12),
+            ordering: Some(b"account-1"),
+            outcome_until_s: Some(13),
         };
         record
     }
@@ -626,6 +717,61 @@ mod tests {
         assert!(Frame::verify(&bytes, seed(9, 64)).is_ok());
         assert!(Frame::verify(&bytes, seed(9, 72)).is_err());
         assert!(Frame::verify(&bytes, seed(10, 64)).is_err());
+    }
+
+    fn group(nonce: u32, offset: u32, keys: &[&[u8]]) -> Vec<u8> {
+        let mut bytes = vec![0; to_usize(offset)];
+        begin_group(&mut bytes);
+        for key in keys {
+            let at = to_u32(bytes.len());
+            full_record(key).encode(&mut bytes, seed(nonce, at));
+        }
+        end_group(&mut bytes, to_usize(offset), seed(nonce, offset));
+        bytes.split_off(to_usize(offset))
+    }
+
+    #[test]
+    fn a_group_is_valid_as_a_whole_or_not_at_all() {
+        let keys: [&[u8]; 3] = [b"order-1", b"account-1", b"account-2"];
+        let bytes = group(9, 64, &keys);
+        let read = |bytes: &[u8]| {
+            let frame = Frame::verify(bytes, seed(9, 64))?;
+            let records = frame.group(9, 64)?;
+            assert_eq!(frame.len(), bytes.len());
+            Ok::<_, Malformed>(records.iter().map(|r| r.1.key.to_vec()).collect::<Vec<_>>())
+        };
+        assert_eq!(read(&bytes).unwrap(), keys);
+        for bit in 0..bytes.len() * 8 {
+            let mut bad = bytes.clone();
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(read(&bad).is_err(), "bit {bit}");
+        }
+        for len in 0..bytes.len() {
+            assert!(read(&bytes[..len]).is_err(), "cut at {len}");
+        }
+        // Its records are read at their own offsets, too.
+        let inner = Frame::verify(&bytes[HEADER_BYTES..], seed(9, 64 + 16)).unwrap();
+        assert_eq!(inner.record().unwrap().key, keys[0]);
+        assert!(read(&group(9, 64, &[])).is_err());
+    }
+
+    /// A right checksum over wrong records: somebody's invention, or a fault of the writer.
+    #[test]
+    fn a_group_of_frames_that_are_no_records_is_refused() {
+        let mut bytes = group(9, 64, &[b"order-1"]);
+        bytes[HEADER_BYTES + 20] ^= 1;
+        set_crc(&mut bytes, seed(9, 64));
+        let frame = Frame::verify(&bytes, seed(9, 64)).unwrap();
+        assert!(frame.group(9, 64).is_err());
+        let mut bytes = vec![0; HEADER_BYTES];
+        SyncMark {
+            durable: 1,
+            trusted_ms: 2,
+        }
+        .encode(&mut bytes, seed(9, 64 + 16));
+        end_group(&mut bytes, 0, seed(9, 64));
+        let frame = Frame::verify(&bytes, seed(9, 64)).unwrap();
+        assert!(frame.group(9, 64).is_err());
     }
 
     #[test]

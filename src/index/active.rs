@@ -39,9 +39,7 @@ impl ActiveTable {
     /// Makes a table for a segment of so many bytes. It is sized for records of 32 bytes at a
     /// load of a half; smaller records fill it up, which ends the segment early.
     pub(crate) fn new(segment_bytes: u32) -> Self {
-        let records = u64::from(segment_bytes) / (RECORD_BYTES_MIN + 8);
-        let part_slots = (records * 2 / PARTS as u64).next_power_of_two().max(32);
-        let part_slot_bits = part_slots.trailing_zeros();
+        let part_slot_bits = ActiveTable::slot_bits(segment_bytes);
         let slots = vec![0; PARTS << part_slot_bits];
         ActiveTable {
             slots,
@@ -57,9 +55,27 @@ impl ActiveTable {
     }
 
     /// Says whether a part has reached a load of three quarters: the segment must end.
-    #[inline]
     pub(crate) fn is_full(&self) -> bool {
         self.most * 4 >= (3 << self.part_slot_bits)
+    }
+
+    /// Says whether so many more keys find room, whichever part they fall into.
+    #[inline]
+    pub(crate) fn has_room(&self, keys_count: usize) -> bool {
+        let most = self.most + keys_count;
+        most * 4 < (3 << self.part_slot_bits) + 4
+    }
+
+    /// Returns how many keys find room in an empty table of such a segment, whichever part they
+    /// fall into.
+    pub(crate) fn keys_max(segment_bytes: u32) -> usize {
+        (3 << ActiveTable::slot_bits(segment_bytes)) / 4
+    }
+
+    fn slot_bits(segment_bytes: u32) -> u32 {
+        let records = u64::from(segment_bytes) / (RECORD_BYTES_MIN + 8);
+        let part_slots = (records * 2 / PARTS as u64).next_power_of_two().max(32);
+        part_slots.trailing_zeros()
     }
 
     /// Returns the bytes of memory held.

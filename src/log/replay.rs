@@ -1,12 +1,13 @@
 //! Reads a segment back in order: records, then the end of the valid prefix and what lies behind.
 
 use crate::format::record::{
-    ALIGN, Frame, Kind, NEWER, Record, SYNC_MARK_BYTES, Seal, SyncMark, claimed_bytes, seed,
+    ALIGN, Frame, GroupItem, Kind, NEWER, Record, SYNC_MARK_BYTES, Seal, SyncMark, claimed_bytes,
+    seed,
 };
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{Malformed, to_u32, to_usize};
 
-/// One valid frame.
+/// One valid frame, or one of the records that a group consists of.
 #[derive(Debug)]
 pub(crate) enum Item<'a> {
     Record(u32, Record<'a>),
@@ -22,8 +23,35 @@ pub(crate) struct Replay<'a> {
     bytes: &'a [u8],
     nonce: u32,
     at: usize,
+    /// What is left of a group whose frame lies before `at`.
+    group: std::vec::IntoIter<GroupItem<'a>>,
     sealed: bool,
     not_understood: bool,
+}
+
+/// What one frame holds.
+#[derive(Debug)]
+pub(super) enum Content<'a> {
+    One(Item<'a>),
+    Group(std::vec::IntoIter<GroupItem<'a>>),
+}
+
+/// Parses a frame whose checksum is right.
+pub(super) fn parse_frame<'a>(
+    frame: &Frame<'a>,
+    nonce: u32,
+    offset: u32,
+) -> Result<Content<'a>, Malformed> {
+    Ok(Content::One(match frame.kind {
+        Kind::SyncMark => Item::Mark(frame.sync_mark()?),
+        Kind::Unsettled => {
+            frame.unsettled()?;
+            Item::Unsettled
+        }
+        Kind::Seal => Item::Seal(frame.seal()?),
+        Kind::Group => return Ok(Content::Group(frame.group(nonce, offset)?.into_iter())),
+        _ => Item::Record(offset, frame.record()?),
+    }))
 }
 
 impl<'a> Replay<'a> {
@@ -38,12 +66,13 @@ impl<'a> Replay<'a> {
             bytes,
             nonce,
             at: to_usize(offset),
+            group: Vec::new().into_iter(),
             sealed: false,
             not_understood: false,
         }
     }
 
-    /// Returns the offset behind the last valid frame.
+    /// Returns the offset behind the last valid frame; within a group, behind all of it.
     pub(crate) fn end(&self) -> u32 {
         to_u32(self.at)
     }
@@ -59,20 +88,10 @@ impl<'a> Replay<'a> {
         self.not_understood
     }
 
-    fn parse(&self) -> Result<(Item<'a>, usize), Malformed> {
+    fn parse(&self) -> Result<(Content<'a>, usize), Malformed> {
         let rest = self.bytes.get(self.at..).unwrap_or_default();
         let frame = Frame::verify(rest, seed(self.nonce, self.end()))?;
-        let item = match frame.kind {
-            Kind::SyncMark => Item::Mark(frame.sync_mark()?),
-            Kind::Unsettled => {
-                frame.unsettled()?;
-                Item::Unsettled
-            }
-            Kind::Seal => Item::Seal(frame.seal()?),
-            Kind::Group => return Err(NEWER),
-            _ => Item::Record(self.end(), frame.record()?),
-        };
-        Ok((item, frame.len()))
+        Ok((parse_frame(&frame, self.nonce, self.end())?, frame.len()))
     }
 }
 
@@ -80,10 +99,13 @@ impl<'a> Iterator for Replay<'a> {
     type Item = Item<'a>;
 
     fn next(&mut self) -> Option<Item<'a>> {
+        if let Some((offset, record)) = self.group.next() {
+            return Some(Item::Record(offset, record));
+        }
         if self.sealed {
             return None;
         }
-        let (item, len) = match self.parse() {
+        let (content, len) = match self.parse() {
             Ok(parsed) => parsed,
             Err(why) => {
                 self.not_understood = why == NEWER;
@@ -91,8 +113,16 @@ impl<'a> Iterator for Replay<'a> {
             }
         };
         self.at += len;
-        self.sealed = matches!(item, Item::Seal(_));
-        Some(item)
+        match content {
+            Content::One(item) => {
+                self.sealed = matches!(item, Item::Seal(_));
+                Some(item)
+            }
+            Content::Group(records) => {
+                self.group = records;
+                self.next()
+            }
+        }
     }
 }
 
@@ -116,6 +146,7 @@ pub(crate) fn proven_behind(bytes: &[u8], nonce: u32, from: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::format::record::{begin_group, end_group};
 
     fn segment(records: usize) -> Vec<u8> {
         let mut bytes = vec![0; SEGMENT_HEADER_BYTES];
@@ -139,6 +170,36 @@ mod tests {
         let mut replay = Replay::new(&bytes, 7);
         assert_eq!(replay.by_ref().count(), 2);
         assert_eq!(replay.end(), 64 + 2 * 32);
+    }
+
+    #[test]
+    fn the_records_of_a_group_are_replayed_together_or_not_at_all() {
+        let mut bytes = segment(1);
+        let start = bytes.len();
+        begin_group(&mut bytes);
+        for key in [b"first", b"other"] {
+            let at = to_u32(bytes.len());
+            Record::new(Kind::Seen, 1, key).encode(&mut bytes, seed(7, at));
+        }
+        end_group(&mut bytes, start, seed(7, to_u32(start)));
+        let end = to_u32(bytes.len());
+        bytes.resize(4096, 0);
+        let mut replay = Replay::new(&bytes, 7);
+        assert!(matches!(replay.next(), Some(Item::Record(64, _))));
+        for offset in [start + 16, start + 16 + 24] {
+            let Some(Item::Record(at, _)) = replay.next() else {
+                panic!("a record is missing");
+            };
+            assert_eq!((to_usize(at), replay.end()), (offset, end));
+        }
+        assert!(replay.next().is_none());
+        for at in start..to_usize(end) {
+            let mut bad = bytes.clone();
+            bad[at] ^= 1;
+            let mut replay = Replay::new(&bad, 7);
+            assert_eq!(replay.by_ref().count(), 1, "{at}");
+            assert_eq!(to_usize(replay.end()), start);
+        }
     }
 
     #[test]

@@ -3,9 +3,11 @@
 //! A frame is found again behind a gap by its checksum, which is bound to the file's nonce and to
 //! the frame's offset. Only what looks like a header of this version is checksummed there, and how
 //! many bytes are checksummed in vain is bounded, so that hostile bytes cost linear time.
+//!
+//! Of a group whose own checksum is wrong, the records that are whole are found one by one.
 
-use super::replay::Item;
-use crate::format::record::{ALIGN, Frame, Kind, NEWER, claimed_bytes, may_start, seed};
+use super::replay::{Content, Item, parse_frame};
+use crate::format::record::{ALIGN, Frame, GroupItem, NEWER, claimed_bytes, may_start, seed};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{Malformed, to_u32, to_usize};
 
@@ -30,7 +32,9 @@ pub(crate) struct Salvage<'a> {
     nonce: u32,
     at: usize,
     /// A frame found behind a gap, told after the gap.
-    found: Option<(Item<'a>, usize)>,
+    found: Option<(Content<'a>, usize)>,
+    /// What is left of a group that ends at `at`.
+    group: std::vec::IntoIter<GroupItem<'a>>,
     vain_bytes: usize,
     over: bool,
 }
@@ -44,12 +48,13 @@ impl<'a> Salvage<'a> {
             nonce,
             at: SEGMENT_HEADER_BYTES,
             found: None,
+            group: Vec::new().into_iter(),
             vain_bytes: bytes.len().saturating_mul(VAIN_FACTOR),
             over: false,
         }
     }
 
-    fn parse(&mut self, at: usize) -> Result<(Item<'a>, usize), Malformed> {
+    fn parse(&mut self, at: usize) -> Result<(Content<'a>, usize), Malformed> {
         let rest = self.bytes.get(at..).unwrap_or_default();
         let len = claimed_bytes(rest).filter(|len| *len <= rest.len());
         let len = len.ok_or(Malformed("no frame starts here"))?;
@@ -58,23 +63,21 @@ impl<'a> Salvage<'a> {
             self.vain_bytes = self.vain_bytes.saturating_sub(len);
         }
         let frame = verified?;
-        let item = match frame.kind {
-            Kind::SyncMark => Item::Mark(frame.sync_mark()?),
-            Kind::Unsettled => {
-                frame.unsettled()?;
-                Item::Unsettled
-            }
-            Kind::Seal => Item::Seal(frame.seal()?),
-            Kind::Group => return Err(NEWER),
-            _ => Item::Record(to_u32(at), frame.record()?),
-        };
-        Ok((item, len))
+        Ok((parse_frame(&frame, self.nonce, to_u32(at))?, len))
     }
 
-    fn tell(&mut self, item: Item<'a>, len: usize) -> Stretch<'a> {
+    fn tell(&mut self, content: Content<'a>, len: usize) -> Option<Stretch<'a>> {
         self.at += len;
-        self.over = matches!(item, Item::Seal(_));
-        Stretch::Found(item, to_u32(self.at))
+        match content {
+            Content::One(item) => {
+                self.over = matches!(item, Item::Seal(_));
+                Some(Stretch::Found(item, to_u32(self.at)))
+            }
+            Content::Group(records) => {
+                self.group = records;
+                self.next()
+            }
+        }
     }
 }
 
@@ -82,8 +85,14 @@ impl<'a> Iterator for Salvage<'a> {
     type Item = Stretch<'a>;
 
     fn next(&mut self) -> Option<Stretch<'a>> {
-        if let Some((item, len)) = self.found.take() {
-            return Some(self.tell(item, len));
+        if let Some((offset, record)) = self.group.next() {
+            return Some(Stretch::Found(
+                Item::Record(offset, record),
+                to_u32(self.at),
+            ));
+        }
+        if let Some((content, len)) = self.found.take() {
+            return self.tell(content, len);
         }
         if self.over || self.at >= self.bytes.len() {
             return None;
@@ -97,7 +106,7 @@ impl<'a> Iterator for Salvage<'a> {
                 continue;
             }
             match self.parse(at) {
-                Ok((item, len)) if at == from => return Some(self.tell(item, len)),
+                Ok((content, len)) if at == from => return self.tell(content, len),
                 Ok(found) => {
                     self.found = Some(found);
                     self.at = at;
@@ -118,7 +127,7 @@ impl<'a> Iterator for Salvage<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::record::{Record, Seal};
+    use crate::format::record::{Kind, Record, Seal, begin_group, end_group};
 
     const NONCE: u32 = 7;
 
@@ -143,6 +152,29 @@ mod tests {
             }
         }
         (keys, gaps)
+    }
+
+    #[test]
+    fn of_a_damaged_group_the_records_that_are_whole_are_found() {
+        let mut bytes = segment(1);
+        let start = bytes.len();
+        begin_group(&mut bytes);
+        for n in 1..4 {
+            let seed = seed(NONCE, to_u32(bytes.len()));
+            Record::new(Kind::Seen, 1, &[n; 16]).encode(&mut bytes, seed);
+        }
+        end_group(&mut bytes, start, seed(NONCE, to_u32(start)));
+        let end = bytes.len();
+        let at = to_u32(end);
+        Record::new(Kind::Seen, 1, &[9; 16]).encode(&mut bytes, seed(NONCE, at));
+        assert_eq!(read(&bytes), (vec![0, 1, 2, 3, 9], vec![]));
+        // The second record of the group.
+        bytes[start + 16 + 32 + 20] ^= 1;
+        let (keys, gaps) = read(&bytes);
+        assert_eq!(keys, [0, 1, 3, 9]);
+        let header = (to_u32(start), to_u32(start + 16));
+        let record = (to_u32(start + 48), to_u32(start + 80));
+        assert_eq!(gaps, [header, record]);
     }
 
     #[test]

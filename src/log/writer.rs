@@ -9,7 +9,7 @@
 use std::io;
 use std::sync::Arc;
 
-use crate::format::record::{Frame, Record, SyncMark, seed};
+use crate::format::record::{Frame, Record, SyncMark, begin_group, end_group, seed};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{Malformed, to_u32, to_usize};
 use crate::log::segment::{ReadError, SegmentFile};
@@ -26,6 +26,8 @@ pub(crate) struct Writer {
     kept_from: u32,
     /// Offset of the newest frame; 0 before this writer's first.
     last: u32,
+    /// Where the group begins that is being appended.
+    group: Option<u32>,
 }
 
 impl Writer {
@@ -38,6 +40,7 @@ impl Writer {
             image: Vec::new(),
             kept_from: end,
             last: 0,
+            group: None,
         }
     }
 
@@ -88,9 +91,26 @@ impl Writer {
     /// Appends whatever `encode` writes: one frame, given its checksum seed.
     pub(crate) fn append_with(&mut self, encode: impl FnOnce(&mut Vec<u8>, u32)) -> u32 {
         let offset = self.end_offset();
-        self.last = offset;
+        if self.group.is_none() {
+            self.last = offset;
+        }
         encode(&mut self.image, seed(self.segment.nonce, offset));
         offset
+    }
+
+    /// Begins a group: what is appended until its end is valid together or not at all.
+    pub(crate) fn begin_group(&mut self) {
+        self.last = self.end_offset();
+        self.group = Some(self.last);
+        begin_group(&mut self.image);
+    }
+
+    pub(crate) fn end_group(&mut self) {
+        if let Some(offset) = self.group.take() {
+            let start = to_usize(offset - self.kept_from);
+            let seed = seed(self.segment.nonce, offset);
+            end_group(&mut self.image, start, seed);
+        }
     }
 
     /// Hands everything appended so far to the operating system.

@@ -8,6 +8,7 @@
 
 use std::time::Duration;
 
+use super::retention::DropTime;
 use crate::clock::Now;
 use crate::format::record::{
     FLAG_DETACHED, FLAG_FINGERPRINT, FLAG_OUTCOME_DROPPED, FLAG_UNKNOWN, Kind, Record, StateHeader,
@@ -27,10 +28,23 @@ pub(crate) struct Entry {
     pub(crate) outcome: Vec<u8>,
     pub(crate) error: Vec<u8>,
     pub(crate) evidence: Vec<u8>,
+    /// Trusted second from which on the outcome is not told any more; 0 is never.
+    pub(crate) outcome_until_s: u32,
+    /// What only an entry of an outbox has.
+    pub(crate) queued: Option<Box<QueuedEntry>>,
+}
+
+/// See [`Entry::queued`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct QueuedEntry {
+    /// Those with the same one are dispatched in order; empty for none.
+    pub(crate) ordering: Vec<u8>,
+    /// Where the entry was first appended; 0 if this record is the first.
+    pub(crate) origin: u64,
 }
 
 impl Entry {
-    fn new(kind: Kind) -> Self {
+    pub(crate) fn new(kind: Kind) -> Self {
         Entry {
             kind,
             flags: 0,
@@ -39,6 +53,8 @@ impl Entry {
             outcome: Vec::new(),
             error: Vec::new(),
             evidence: Vec::new(),
+            outcome_until_s: 0,
+            queued: None,
         }
     }
 
@@ -52,6 +68,13 @@ impl Entry {
             outcome: own(record.parts.outcome),
             error: own(record.parts.error),
             evidence: own(record.parts.evidence),
+            outcome_until_s: record.parts.outcome_until_s.unwrap_or(0),
+            queued: record.kind.is_queued().then(|| {
+                Box::new(QueuedEntry {
+                    ordering: own(record.parts.ordering),
+                    origin: record.parts.origin.unwrap_or(0),
+                })
+            }),
         }
     }
 
@@ -61,9 +84,15 @@ impl Entry {
         record.expires_at_s = self.expires_at_s;
         record.state = self.state;
         record.parts.outcome =
-            (self.kind == Kind::Done && !self.has(FLAG_OUTCOME_DROPPED)).then_some(&self.outcome);
+            (self.kind.has_value() && !self.has(FLAG_OUTCOME_DROPPED)).then_some(&self.outcome);
         record.parts.error = Some(self.error.as_slice()).filter(|e| !e.is_empty());
         record.parts.evidence = Some(self.evidence.as_slice()).filter(|e| !e.is_empty());
+        record.parts.outcome_until_s = Some(self.outcome_until_s).filter(|s| *s != 0);
+        if let Some(queued) = &self.queued {
+            let ordering = Some(queued.ordering.as_slice());
+            record.parts.ordering = ordering.filter(|o| !o.is_empty());
+            record.parts.origin = Some(queued.origin).filter(|at| *at != 0);
+        }
         record
     }
 
@@ -124,8 +153,9 @@ impl Entry {
         }
     }
 
-    fn done(&self) -> Done {
-        let outcome = if self.has(FLAG_OUTCOME_DROPPED) {
+    fn done(&self, now: &Now) -> Done {
+        let is_over = DropTime::from_disk(self.outcome_until_s).has_come(now.trusted_ms);
+        let outcome = if is_over || self.has(FLAG_OUTCOME_DROPPED) {
             Outcome::Dropped
         } else {
             Outcome::Kept(self.outcome.clone())
@@ -603,7 +633,7 @@ pub(crate) fn view(entry: Option<&Entry>, env: &Env) -> KeyState {
             since_ms: e.state.at_ms,
             evidence: e.evidence.clone(),
         },
-        Kind::Done => KeyState::Done(e.done()),
+        Kind::Done => KeyState::Done(e.done(&env.now)),
         Kind::Failed => KeyState::Failed {
             epoch: e.epoch(),
             attempt: e.state.attempt,

@@ -131,7 +131,10 @@ pub fn open_desk(
             };
             table(log.namespace::<Probeable>(name, options)?.with_probe(ask))
         }
-        NamespaceKind::Filter => unreachable!("a filter has no claims"),
+        NamespaceKind::Filter
+        | NamespaceKind::Cells
+        | NamespaceKind::Watermarks
+        | NamespaceKind::Outbox => unreachable!("{:?} has no claims", spec.kind),
     })
 }
 
@@ -185,6 +188,7 @@ fn committed(verdict: CommitVerdict, given: &Outcome) -> Changed {
             assert_eq!(outcome, given);
             Changed::Fenced(current)
         }
+        CommitVerdict::CellConflict { .. } => unreachable!("no cell was attached"),
     }
 }
 

@@ -182,6 +182,10 @@ pub(crate) fn committed(verdict: CommitVerdict, key: &[u8]) -> Result<&'static s
             ),
         )),
         CommitVerdict::Fenced { current, .. } => Err(fenced(&current, key)),
+        CommitVerdict::CellConflict { index, .. } => Err(Stop::new(
+            Code::Mismatch,
+            format!("conflict: cell={index} of the commit has changed; nothing was written"),
+        )),
     }
 }
 

@@ -270,7 +270,9 @@ fn commit_all(
     for verdict in verdicts {
         match verdict.map_err(|e| Stop::from(e).while_doing(what))? {
             CommitVerdict::Committed { .. } | CommitVerdict::AlreadyCommitted => {}
-            CommitVerdict::Conflict { .. } | CommitVerdict::Fenced { .. } => {
+            CommitVerdict::Conflict { .. }
+            | CommitVerdict::Fenced { .. }
+            | CommitVerdict::CellConflict { .. } => {
                 return Err(Stop::new(Code::Failed, format!("{what}: fenced")));
             }
         }

@@ -63,13 +63,14 @@ fn tell(
         print_line(&line(range))?;
     }
     print_line(&format!(
-        "segments={} found={} kept={} purged={} doubtful={} lost_ranges={} lost_bytes={} \
-         manifest_lost={}",
+        "segments={} found={} kept={} purged={} doubtful={} outdated={} lost_ranges={} \
+         lost_bytes={} manifest_lost={}",
         report.segments_count,
         report.found_count,
         report.kept_count,
         report.purged_count,
         report.doubtful_count,
+        report.outdated_count,
         report.lost_count,
         report.lost_bytes,
         report.manifest_lost,
@@ -118,6 +119,7 @@ fn to_json(report: &RepairReport, written: Option<(&Path, &Path)>) -> Value {
         "kept_count": report.kept_count,
         "purged_count": report.purged_count,
         "doubtful_count": report.doubtful_count,
+        "outdated_count": report.outdated_count,
         "manifest_lost": report.manifest_lost,
         "lost_count": report.lost_count,
         "lost_bytes": report.lost_bytes,

@@ -103,6 +103,13 @@ impl Space {
             NamespaceKind::Probeable => claims::<Probeable>(store, name, options)?,
             NamespaceKind::NonRepeatable => claims::<NonRepeatable>(store, name, options)?,
             NamespaceKind::Internal => claims::<Internal>(store, name, options)?,
+            NamespaceKind::Cells | NamespaceKind::Watermarks | NamespaceKind::Outbox => {
+                return Err(Stop::usage(format!(
+                    "namespace={name} has no keys to claim or observe: kind={}; use another \
+                     --namespace",
+                    kind.name()
+                )));
+            }
         })
     }
 

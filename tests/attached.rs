@@ -1,0 +1,1153 @@
+//! What commits with a key: cells, watermarks, outbox entries, and several claims at once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use idemlog::testing::ManualClock;
+use idemlog::testing::sim::{Fault, FaultKind, PowerCut, SimDisk};
+use idemlog::{
+    CellVerdict, Cells, Claim, Commit, CommitAll, CommitAllVerdict, CommitVerdict, DedupLog,
+    Dispatched, Dispatcher, Durability, EffectClass, ErrorKind, Expected, Filter, Internal,
+    KeyState, Namespace, NamespaceKind, NamespaceOptions, NonRepeatable, Options, Outbox,
+    OutboxEntry, Outcome, Repeatable, Reset, Sequenced, Stamp, WatermarkOptions, Watermarks,
+};
+
+const START_MS: u64 = 1_700_000_000_000;
+const HOUR: Duration = Duration::from_secs(3600);
+const SOURCE: &[u8] = b"orders/0";
+
+/// Makes each key new that fills a segment.
+static FILLED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+fn clock() -> Arc<ManualClock> {
+    Arc::new(ManualClock::new(START_MS))
+}
+
+fn options(clock: &Arc<ManualClock>) -> Options {
+    Options::new()
+        .segment_bytes(8192)
+        .background(false)
+        .clock(Arc::clone(clock) as _)
+}
+
+/// Everything a commit may touch.
+struct Desk {
+    log: DedupLog,
+    jobs: Namespace<Internal>,
+    filter: Filter,
+    cells: Cells,
+    marks: Watermarks,
+    outbox: Outbox,
+}
+
+impl Desk {
+    fn open(disk: &SimDisk, clock: &Arc<ManualClock>) -> Desk {
+        Desk::of(options(clock).open_on(disk.dir()).unwrap())
+    }
+
+    fn memory() -> Desk {
+        Desk::of(options(&clock()).open_in_memory().unwrap())
+    }
+
+    fn of(log: DedupLog) -> Desk {
+        let small = NamespaceOptions::new().outcome_bytes_max(512);
+        let lease = Duration::from_secs(60);
+        Desk {
+            jobs: log
+                .namespace("jobs", small.clone().retention(HOUR))
+                .unwrap(),
+            filter: log.filter("filter", small.clone().retention(HOUR)).unwrap(),
+            cells: log.cells("accounts", small.clone()).unwrap(),
+            marks: log
+                .watermarks("kafka", WatermarkOptions::sparse(4))
+                .unwrap(),
+            outbox: log.outbox("mail", small.lease(lease)).unwrap(),
+            log,
+        }
+    }
+
+    fn claim(&self, key: &str) -> Claim<Internal> {
+        self.jobs.claim(key).unwrap().claim().unwrap()
+    }
+
+    fn commit(&self, key: &str, commit: Commit) -> CommitVerdict {
+        self.claim(key).commit_with(commit).unwrap()
+    }
+
+    fn done(&self, key: &str, commit: Commit) {
+        let verdict = self.commit(key, commit);
+        assert!(
+            matches!(verdict, CommitVerdict::Committed { .. }),
+            "{verdict:?}"
+        );
+    }
+
+    fn put(&self, key: &str, expected: Expected, value: &str) -> Stamp {
+        match self.cells.put(key, expected, value).unwrap() {
+            CellVerdict::Written { version } => version,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn value(&self, key: &str) -> Option<String> {
+        let cell = self.cells.get(key).unwrap()?;
+        Some(String::from_utf8(cell.value).unwrap())
+    }
+
+    fn version(&self, key: &str) -> Stamp {
+        self.cells.get(key).unwrap().unwrap().version
+    }
+
+    fn payloads(&self, count: usize) -> Vec<String> {
+        let leased = self.outbox.lease(count).unwrap();
+        leased.iter().map(payload).collect()
+    }
+
+    /// Fills so many segments with keys that expire in an hour.
+    fn fill(&self, segments: u32) {
+        let seals = self.log.stats().seals_count;
+        loop {
+            let n = FILLED.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let key = format!("{n}-{}", "f".repeat(180));
+            assert!(self.filter.observe(key).unwrap().is_new());
+            self.log.maintain().unwrap();
+            if self.log.stats().seals_count >= seals + u64::from(segments) {
+                return;
+            }
+        }
+    }
+}
+
+fn payload(entry: &OutboxEntry) -> String {
+    String::from_utf8(entry.payload.clone()).unwrap()
+}
+
+fn all_of_it(desk: &Desk) -> Commit {
+    Commit::new("paid")
+        .put(&desk.cells, "a", Expected::Absent, "90")
+        .put(&desk.cells, "b", Expected::Anything, "10")
+        .advance(&desk.marks, SOURCE, 0)
+        .publish(&desk.outbox, "mail 1")
+        .publish(&desk.outbox, "mail 2")
+}
+
+#[test]
+fn everything_attached_is_there_with_the_key_and_after_a_reopen() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    let flushes = desk.log.stats().flushes_count;
+    desk.done("order-1", all_of_it(&desk));
+    assert_eq!(desk.log.stats().flushes_count, flushes + 1);
+    let ids: Vec<String> = {
+        let leased = desk.outbox.lease(9).unwrap();
+        assert_eq!(leased[1].index, 1);
+        assert_eq!(
+            (leased[1].key.as_slice(), leased[1].attempt),
+            (&b"order-1"[..], 1)
+        );
+        assert_eq!(leased[0].namespace, "jobs");
+        assert!(desk.payloads(9).is_empty(), "they are leased");
+        leased.into_iter().map(|entry| entry.id).collect()
+    };
+    let bare = disk.after_power_cut(&mut PowerCut::drop_all());
+    let desk = Desk::open(&bare, &clock);
+    let KeyState::Done(done) = desk.jobs.get("order-1").unwrap() else {
+        panic!("not done");
+    };
+    assert_eq!(done.outcome, Outcome::Kept(b"paid".to_vec()));
+    assert_eq!(desk.value("a").as_deref(), Some("90"));
+    assert_eq!(desk.value("b").as_deref(), Some("10"));
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(0));
+    // A lease ends with its process; the ids are what they were.
+    let again = desk.outbox.lease(9).unwrap();
+    assert_eq!(again.iter().map(|e| e.id.clone()).collect::<Vec<_>>(), ids);
+    assert_eq!(desk.outbox.ack_many(&again).unwrap(), 2);
+    assert!(!desk.outbox.ack(&again[0]).unwrap());
+    assert_eq!(desk.outbox.stats().unwrap().queued_count, 0);
+}
+
+#[test]
+fn a_cell_that_has_changed_refuses_the_whole_commit() {
+    let desk = Desk::memory();
+    desk.put("a", Expected::Absent, "100");
+    let mut claim = desk.claim("order-1");
+    let stale = Commit::new("paid")
+        .put(&desk.cells, "b", Expected::Anything, "10")
+        .put(&desk.cells, "a", Expected::Absent, "90")
+        .publish(&desk.outbox, "mail")
+        .advance(&desk.marks, SOURCE, 0);
+    let verdict = claim.commit_with(stale).unwrap();
+    let CommitVerdict::CellConflict {
+        index,
+        current,
+        outcome,
+    } = verdict
+    else {
+        panic!("{verdict:?}");
+    };
+    assert_eq!((index, outcome.as_slice()), (1, &b"paid"[..]));
+    assert_eq!(desk.value("b"), None);
+    assert!(desk.payloads(9).is_empty());
+    assert_eq!(desk.marks.observe(SOURCE, 0).unwrap(), Sequenced::Fresh);
+    // The claim is still held, and the version told fits.
+    let version = current.unwrap().version;
+    let fresh = Commit::new("paid").put(&desk.cells, "a", Expected::Version(version), "90");
+    assert!(matches!(
+        claim.commit_with(fresh).unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+    assert_eq!(desk.value("a").as_deref(), Some("90"));
+}
+
+#[test]
+fn a_second_commit_of_the_same_epoch_attaches_nothing_again() {
+    let desk = Desk::memory();
+    let mut claim = desk.claim("order-1");
+    let commit = || Commit::new("paid").publish(&desk.outbox, "mail");
+    assert!(matches!(
+        claim.commit_with(commit()).unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+    assert_eq!(
+        claim.commit_with(commit()).unwrap(),
+        CommitVerdict::AlreadyCommitted
+    );
+    assert_eq!(desk.payloads(9), ["mail"]);
+    let other = Commit::new("other").publish(&desk.outbox, "mail");
+    assert!(matches!(
+        claim.commit_with(other).unwrap(),
+        CommitVerdict::Conflict { .. }
+    ));
+    assert_eq!(desk.outbox.stats().unwrap().queued_count, 1);
+}
+
+#[test]
+fn a_fenced_owner_attaches_nothing() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    let mut late = desk.claim("order-1");
+    clock.advance_ms(61_000);
+    let mut claim = desk.claim("order-1");
+    desk.put("a", Expected::Absent, "100");
+    let commit = all_of_it(&desk);
+    assert!(matches!(
+        late.commit_with(commit).unwrap(),
+        CommitVerdict::Fenced { .. }
+    ));
+    assert_eq!(desk.value("b"), None);
+    assert!(desk.payloads(9).is_empty());
+    assert!(matches!(
+        claim.commit(b"mine").unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+}
+
+#[test]
+fn versions_are_never_used_again() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let mut desk = Desk::open(&disk, &clock);
+    let mut seen = vec![desk.put("a", Expected::Absent, "1")];
+    seen.push(desk.put("a", Expected::Version(seen[0]), "2"));
+    seen.push(desk.put("a", Expected::Version(seen[1]), "1"));
+    assert!(matches!(
+        desk.cells
+            .put("a", Expected::Version(seen[0]), "3")
+            .unwrap(),
+        CellVerdict::Conflict { .. }
+    ));
+    assert_eq!(
+        desk.cells.delete("a", Expected::Version(seen[2])).unwrap(),
+        CellVerdict::Deleted
+    );
+    assert_eq!(desk.value("a"), None);
+    seen.push(desk.put("a", Expected::Absent, "1"));
+    // An unwritten tail is lost, and its versions with it.
+    let buffered = NamespaceOptions::new()
+        .durability(Durability::Buffered)
+        .outcome_bytes_max(512);
+    let cells = desk.log.cells("accounts", buffered).unwrap();
+    let CellVerdict::Written { version } = cells.put("a", Expected::Anything, "lost").unwrap()
+    else {
+        panic!("not written");
+    };
+    seen.push(version);
+    let bare = disk.after_power_cut(&mut PowerCut::drop_all());
+    drop((desk, cells));
+    desk = Desk::open(&bare, &clock);
+    assert_eq!(desk.cells.get("a").unwrap().unwrap().version, seen[3]);
+    for _ in 0..3 {
+        seen.push(desk.put("a", Expected::Anything, "1"));
+        desk.fill(2);
+        clock.advance_ms(2 * 3_600_000);
+        desk.log.maintain().unwrap();
+    }
+    assert!(desk.log.stats().carried_count > 0);
+    assert_eq!(
+        desk.cells.get("a").unwrap().unwrap().version,
+        *seen.last().unwrap()
+    );
+    assert!(seen.is_sorted_by(|a, b| a < b), "{seen:?}");
+}
+
+#[test]
+fn a_safe_position_stays_before_what_is_not_done() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    desk.marks.begin(SOURCE, 1000).unwrap();
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(999));
+    desk.done(
+        "1000",
+        Commit::without_outcome().advance(&desk.marks, SOURCE, 1000),
+    );
+    desk.done(
+        "1002",
+        Commit::without_outcome().advance(&desk.marks, SOURCE, 1002),
+    );
+    let look = |desk: &Desk| {
+        assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(1000));
+        assert_eq!(
+            desk.marks.observe(SOURCE, 1000).unwrap(),
+            Sequenced::Duplicate
+        );
+        assert_eq!(desk.marks.observe(SOURCE, 1001).unwrap(), Sequenced::Fresh);
+        assert_eq!(
+            desk.marks.observe(SOURCE, 1002).unwrap(),
+            Sequenced::Duplicate
+        );
+        let gap = Sequenced::Gap { expected: 1001 };
+        assert_eq!(desk.marks.observe(SOURCE, 1003).unwrap(), gap);
+    };
+    look(&desk);
+    let bare = disk.after_power_cut(&mut PowerCut::drop_all());
+    let desk = Desk::open(&bare, &clock);
+    // Of a source that is known `begin` changes nothing.
+    desk.marks.begin(SOURCE, 5000).unwrap();
+    look(&desk);
+    desk.done(
+        "1001",
+        Commit::without_outcome().advance(&desk.marks, SOURCE, 1001),
+    );
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(1002));
+    assert_eq!(desk.marks.safe_position("another").unwrap(), None);
+}
+
+#[test]
+fn numbers_of_one_commit_are_marked_together_and_once() {
+    let desk = Desk::memory();
+    let mut commit = Commit::without_outcome();
+    for number in [3, 0, 1, 1, 4] {
+        commit = commit.advance(&desk.marks, SOURCE, number);
+    }
+    let records = desk.log.stats().records_count;
+    let mut claim = desk.claim("batch");
+    assert!(matches!(
+        claim.commit_with(commit).unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+    // The claim, the commit, and one record for the source.
+    assert_eq!(desk.log.stats().records_count, records + 3);
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(1));
+    assert_eq!(desk.marks.advance(SOURCE, 3).unwrap(), Sequenced::Duplicate);
+    assert_eq!(desk.log.stats().records_count, records + 3);
+    assert_eq!(desk.marks.advance(SOURCE, 2).unwrap(), Sequenced::Fresh);
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(4));
+}
+
+#[test]
+fn too_wide_a_gap_refuses_the_commit_and_loses_nothing() {
+    let desk = Desk::memory();
+    for number in [2, 4, 6, 8] {
+        assert!(matches!(
+            desk.marks.advance(SOURCE, number).unwrap(),
+            Sequenced::Gap { .. }
+        ));
+    }
+    let mut claim = desk.claim("10");
+    let commit = Commit::new("x")
+        .advance(&desk.marks, SOURCE, 10)
+        .publish(&desk.outbox, "mail");
+    let error = claim.commit_with(commit.clone()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Full);
+    assert!(error.to_string().contains("lowest_not_done=0"), "{error}");
+    assert!(desk.payloads(9).is_empty());
+    assert_eq!(
+        desk.marks.advance(SOURCE, 10).unwrap_err().kind(),
+        ErrorKind::Full
+    );
+    assert_eq!(
+        desk.marks.advance(SOURCE, 3).unwrap(),
+        Sequenced::Gap { expected: 0 }
+    );
+    assert!(matches!(
+        claim.commit_with(commit).unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+}
+
+#[test]
+fn a_reset_is_fenced_by_the_source_epoch() {
+    let desk = Desk::memory();
+    assert_eq!(desk.marks.advance(SOURCE, 0).unwrap(), Sequenced::Fresh);
+    assert_eq!(
+        desk.marks.reset(SOURCE, 0, 9).unwrap(),
+        Reset::Fenced { current: 0 }
+    );
+    assert_eq!(desk.marks.reset(SOURCE, 2, 500).unwrap(), Reset::Applied);
+    assert_eq!(
+        desk.marks.reset(SOURCE, 1, 9).unwrap(),
+        Reset::Fenced { current: 2 }
+    );
+    assert_eq!(desk.marks.epoch(SOURCE).unwrap(), 2);
+    assert_eq!(
+        desk.marks.observe(SOURCE, 499).unwrap(),
+        Sequenced::Duplicate
+    );
+    // A number of the old numbering means nothing; the rest of its commit counts.
+    desk.done(
+        "old",
+        Commit::new("x").advance_in(&desk.marks, SOURCE, 0, 500),
+    );
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(499));
+    desk.done(
+        "new",
+        Commit::new("x").advance_in(&desk.marks, SOURCE, 2, 500),
+    );
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(500));
+    let mut claim = desk.claim("future");
+    let unknown = Commit::new("x").advance_in(&desk.marks, SOURCE, 3, 501);
+    assert_eq!(
+        claim.commit_with(unknown).unwrap_err().kind(),
+        ErrorKind::Invalid
+    );
+}
+
+#[test]
+fn a_source_keeps_its_mode() {
+    let desk = Desk::memory();
+    assert!(matches!(
+        desk.marks.advance(SOURCE, 2).unwrap(),
+        Sequenced::Gap { .. }
+    ));
+    let strict = desk
+        .log
+        .watermarks("kafka", WatermarkOptions::strict())
+        .unwrap();
+    let error = strict.observe(SOURCE, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+    assert_eq!(
+        strict.advance(SOURCE, 5).unwrap_err().kind(),
+        ErrorKind::Invalid
+    );
+    assert_eq!(
+        desk.marks.observe(SOURCE, 1).unwrap(),
+        Sequenced::Gap { expected: 0 }
+    );
+    // A strict one takes everything below for done.
+    assert_eq!(
+        strict.advance("other", 7).unwrap(),
+        Sequenced::Gap { expected: 0 }
+    );
+    assert_eq!(strict.observe("other", 3).unwrap(), Sequenced::Duplicate);
+    assert_eq!(strict.safe_position("other").unwrap(), Some(7));
+}
+
+#[test]
+fn entries_of_one_ordering_key_are_dispatched_in_order() {
+    let desk = Desk::memory();
+    for (key, ordering, mail) in [("1", "x", "x1"), ("2", "x", "x2"), ("3", "y", "y1")] {
+        desk.done(
+            key,
+            Commit::new("").publish_ordered(&desk.outbox, ordering, mail),
+        );
+    }
+    let leased = desk.outbox.lease(9).unwrap();
+    assert_eq!(leased.iter().map(payload).collect::<Vec<_>>(), ["x1", "y1"]);
+    assert!(desk.outbox.nack(&leased[0], Duration::ZERO, b"no").unwrap());
+    assert!(desk.outbox.ack(&leased[1]).unwrap());
+    let leased = desk.outbox.lease(9).unwrap();
+    assert_eq!(leased.iter().map(payload).collect::<Vec<_>>(), ["x1"]);
+    assert_eq!(
+        (leased[0].attempt, leased[0].error.as_slice()),
+        (2, &b"no"[..])
+    );
+    assert!(desk.outbox.ack(&leased[0]).unwrap());
+    assert_eq!(desk.payloads(9), ["x2"]);
+}
+
+#[test]
+fn a_pause_and_what_was_put_aside_survive_a_reopen() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    for key in ["1", "2", "3"] {
+        desk.done(
+            key,
+            Commit::new("").publish(&desk.outbox, format!("mail {key}")),
+        );
+    }
+    let leased = desk.outbox.lease(9).unwrap();
+    assert!(
+        desk.outbox
+            .nack(&leased[0], Duration::from_secs(30), b"down")
+            .unwrap()
+    );
+    assert!(desk.outbox.park(&leased[1], b"bad address").unwrap());
+    drop(desk);
+    let desk = Desk::open(&disk, &clock);
+    let stats = desk.outbox.stats().unwrap();
+    assert_eq!((stats.queued_count, stats.parked_count), (2, 1));
+    assert_eq!(desk.payloads(9), ["mail 3"]);
+    clock.advance_ms(30_000);
+    assert_eq!(desk.payloads(9), ["mail 1"]);
+    let parked = desk.outbox.parked().unwrap();
+    assert_eq!(parked[0].error, b"bad address");
+    assert!(desk.outbox.unpark(&parked[0]).unwrap());
+    assert_eq!(desk.payloads(9), ["mail 2"]);
+    // A lapsed lease gives the entry to the next one.
+    clock.advance_ms(60_000);
+    assert_eq!(desk.payloads(9), ["mail 1", "mail 2", "mail 3"]);
+    assert_eq!(
+        desk.outbox.stats().unwrap().oldest_age,
+        Some(Duration::from_secs(90))
+    );
+}
+
+#[test]
+fn a_dispatcher_that_is_down_for_twice_the_retention_loses_nothing() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let mut desk = Desk::open(&disk, &clock);
+    let mut ids = Vec::new();
+    for n in 0..10 {
+        desk.done(
+            &format!("order-{n}"),
+            Commit::new("").publish(&desk.outbox, "mail"),
+        );
+    }
+    desk.put("a", Expected::Absent, "100");
+    assert!(matches!(
+        desk.marks.advance(SOURCE, 7).unwrap(),
+        Sequenced::Gap { .. }
+    ));
+    for entry in desk.outbox.lease(10).unwrap() {
+        ids.push(entry.id);
+    }
+    for round in 0..4 {
+        desk.fill(3);
+        clock.advance_ms(3_600_000);
+        desk.log.maintain().unwrap();
+        if round % 2 == 0 {
+            drop(desk);
+            desk = Desk::open(&disk, &clock);
+        }
+    }
+    assert!(desk.log.stats().drops_count + desk.log.stats().carried_count > 0);
+    assert_eq!(desk.jobs.get("order-0").unwrap(), KeyState::Absent);
+    clock.advance_ms(60_000);
+    let leased = desk.outbox.lease(99).unwrap();
+    assert_eq!(leased.iter().map(|e| e.id.clone()).collect::<Vec<_>>(), ids);
+    assert_eq!(desk.value("a").as_deref(), Some("100"));
+    assert_eq!(desk.marks.observe(SOURCE, 7).unwrap(), Sequenced::Duplicate);
+    assert_eq!(desk.outbox.ack_many(&leased).unwrap(), 10);
+    drop(desk);
+    let desk = Desk::open(&disk, &clock);
+    assert!(desk.payloads(99).is_empty());
+}
+
+/// A key that has expired runs again: its entry has the same id, and replaces one that waits.
+#[test]
+fn an_entry_of_the_same_key_replaces_the_one_that_waits() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    desk.done("order-1", Commit::new("").publish(&desk.outbox, "first"));
+    let old = desk.outbox.lease(1).unwrap().remove(0);
+    clock.advance_ms(2 * 3_600_000);
+    desk.done("order-1", Commit::new("").publish(&desk.outbox, "second"));
+    let new = desk.outbox.lease(9).unwrap();
+    assert_eq!(new.iter().map(payload).collect::<Vec<_>>(), ["second"]);
+    assert_eq!(new[0].id, old.id);
+    // Who still holds the old one cannot end the new one.
+    assert!(!desk.outbox.ack(&old).unwrap());
+    assert!(desk.outbox.ack(&new[0]).unwrap());
+}
+
+#[test]
+fn several_claims_commit_together_or_not_at_all() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    let small = NamespaceOptions::new().outcome_bytes_max(512);
+    let payments: Namespace<NonRepeatable> = desk.log.namespace("payments", small).unwrap();
+    let paid = |key: &str| payments.claim(key).unwrap().claim().unwrap();
+    let mut started = paid("p-1").start(b"").unwrap();
+    let (mut one, mut late) = (desk.claim("1"), desk.claim("2"));
+    clock.advance_ms(61_000);
+    let mut two = desk.claim("2");
+    let flushes = desk.log.stats().flushes_count;
+    let refused = CommitAll::new()
+        .add(&mut started, Commit::new("p").publish(&desk.outbox, "mail"))
+        .add(&mut one, Commit::new("1"))
+        .add(&mut late, Commit::new("2"))
+        .commit()
+        .unwrap();
+    let CommitAllVerdict::Refused { index: 2, verdict } = refused else {
+        panic!("{refused:?}");
+    };
+    assert!(matches!(verdict, CommitVerdict::Fenced { .. }));
+    assert!(desk.payloads(9).is_empty());
+    assert!(matches!(
+        desk.jobs.get("1").unwrap(),
+        KeyState::Pending { .. }
+    ));
+    let commit = |one: &mut _, two: &mut _, started: &mut _| {
+        CommitAll::new()
+            .add(started, Commit::new("p").publish(&desk.outbox, "mail"))
+            .add(one, Commit::new("1"))
+            .add(two, Commit::new("2"))
+            .commit()
+            .unwrap()
+    };
+    let verdict = commit(&mut one, &mut two, &mut started);
+    assert!(
+        matches!(verdict, CommitAllVerdict::Committed { .. }),
+        "{verdict:?}"
+    );
+    assert_eq!(desk.log.stats().flushes_count, flushes + 1);
+    assert_eq!(
+        commit(&mut one, &mut two, &mut started),
+        CommitAllVerdict::AlreadyCommitted
+    );
+    assert_eq!(desk.payloads(9), ["mail"]);
+    // One that was committed before, together with one that was not, is refused.
+    let mut three = desk.claim("3");
+    let mixed = CommitAll::new()
+        .add(&mut one, Commit::new("1"))
+        .add(&mut three, Commit::new("3"))
+        .commit()
+        .unwrap();
+    let verdict = CommitVerdict::AlreadyCommitted;
+    assert_eq!(mixed, CommitAllVerdict::Refused { index: 0, verdict });
+    let bare = disk.after_power_cut(&mut PowerCut::drop_all());
+    let desk = Desk::open(&bare, &clock);
+    for key in ["1", "2"] {
+        assert!(matches!(desk.jobs.get(key).unwrap(), KeyState::Done(_)));
+    }
+    assert_eq!(desk.jobs.get("3").unwrap(), KeyState::Absent);
+}
+
+#[test]
+fn a_batch_of_commits_may_have_something_attached() {
+    let desk = Desk::memory();
+    let version = desk.put("a", Expected::Absent, "1");
+    let stale =
+        |n: &str| Commit::new(n.to_owned()).put(&desk.cells, "a", Expected::Version(version), n);
+    let mut items = vec![
+        (desk.claim("0"), Commit::new("0")),
+        (desk.claim("1"), stale("1")),
+        (desk.claim("2"), stale("2")),
+        (
+            desk.claim("3"),
+            Commit::new("3").publish(&desk.outbox, "mail"),
+        ),
+        (
+            desk.claim("4"),
+            Commit::new("x".repeat(513)).publish(&desk.outbox, "big"),
+        ),
+    ];
+    let flushes = desk.log.stats().flushes_count;
+    let verdicts = desk.jobs.commit_many(&mut items).unwrap();
+    assert_eq!(desk.log.stats().flushes_count, flushes + 1);
+    for index in [0, 1, 3] {
+        let verdict = &verdicts[index];
+        assert!(
+            matches!(verdict, Ok(CommitVerdict::Committed { .. })),
+            "{index}"
+        );
+    }
+    assert!(matches!(
+        verdicts[2],
+        Ok(CommitVerdict::CellConflict { index: 0, .. })
+    ));
+    assert_eq!(verdicts[4].as_ref().unwrap_err().kind(), ErrorKind::Invalid);
+    drop(items);
+    // What was refused was still held, and is released.
+    assert_eq!(desk.jobs.get("2").unwrap(), KeyState::Absent);
+    assert_eq!(desk.value("a").as_deref(), Some("1"));
+    assert_eq!(desk.payloads(9), ["mail"]);
+}
+
+#[test]
+fn outcomes_may_be_told_for_less_long_than_keys_are_remembered() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    let minute = Duration::from_secs(60);
+    desk.done("1", Commit::new("secret").outcome_retention(minute));
+    desk.done("2", Commit::new("kept").outcome_retention(2 * HOUR));
+    let outcome = |desk: &Desk, key: &str| match desk.jobs.get(key).unwrap() {
+        KeyState::Done(done) => Some(done.outcome),
+        _ => None,
+    };
+    let kept = |text: &str| Some(Outcome::Kept(text.as_bytes().to_vec()));
+    assert_eq!(outcome(&desk, "1"), kept("secret"));
+    clock.advance_ms(61_000);
+    assert_eq!(outcome(&desk, "1"), Some(Outcome::Dropped));
+    drop(desk);
+    let desk = Desk::open(&disk, &clock);
+    assert_eq!(outcome(&desk, "1"), Some(Outcome::Dropped));
+    assert_eq!(outcome(&desk, "2"), kept("kept"));
+    clock.advance_ms(3_600_000);
+    assert_eq!(outcome(&desk, "2"), None);
+}
+
+#[test]
+fn what_cannot_be_attached_is_refused_before_anything_is_written() {
+    let desk = Desk::memory();
+    let other = Desk::memory();
+    let records = desk.log.stats().records_count;
+    let mut claim = desk.claim("1");
+    let big = "x".repeat(513);
+    let many = (0..90).fold(Commit::new(""), |commit, n| {
+        commit.put(&desk.cells, format!("cell-{n}"), Expected::Anything, "v")
+    });
+    for (commit, what) in [
+        (
+            Commit::new("").publish(&other.outbox, "mail"),
+            "another store",
+        ),
+        (
+            Commit::new("").publish(&desk.outbox, big.clone()),
+            "over the limit",
+        ),
+        (
+            Commit::new("").put(&desk.cells, "a", Expected::Anything, big),
+            "over the limit",
+        ),
+        (
+            Commit::new("").put(&desk.cells, "", Expected::Anything, ""),
+            "key is empty",
+        ),
+        (
+            Commit::new("").advance(&desk.marks, SOURCE, u64::MAX),
+            "largest",
+        ),
+        (
+            Commit::new("")
+                .put(&desk.cells, "a", Expected::Anything, "1")
+                .delete(&desk.cells, "a", Expected::Anything),
+            "names a key twice",
+        ),
+        (many, "too large"),
+    ] {
+        let error = claim.commit_with(commit).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+        assert!(error.to_string().contains(what), "{error}");
+    }
+    assert_eq!(desk.log.stats().records_count, records + 1);
+    assert!(CommitAll::new().commit().is_err());
+    let mut foreign = other.claim("1");
+    let both = CommitAll::new()
+        .add(&mut claim, Commit::new(""))
+        .add(&mut foreign, Commit::new(""))
+        .commit();
+    assert_eq!(both.unwrap_err().kind(), ErrorKind::Invalid);
+    assert!(matches!(
+        claim.commit(b"").unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+}
+
+#[test]
+fn a_write_that_fails_takes_the_whole_frame_back() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    desk.done("0", Commit::new("").publish(&desk.outbox, "mail 0"));
+    let leased = desk.outbox.lease(1).unwrap();
+    let mut claim = desk.claim("1");
+    // A claim waits for nothing: what was promised is in the file first.
+    desk.log.sync().unwrap();
+    disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+    let error = claim.commit_with(all_of_it(&desk)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Full, "{error}");
+    assert_eq!(desk.value("a"), None);
+    assert!(desk.payloads(9).is_empty());
+    assert_eq!(desk.marks.observe(SOURCE, 0).unwrap(), Sequenced::Fresh);
+    // An end that was taken back leaves the entry where it was.
+    for change in [
+        &(|| desk.outbox.ack(&leased[0])) as &dyn Fn() -> idemlog::Result<bool>,
+        &|| desk.outbox.nack(&leased[0], Duration::ZERO, b""),
+        &|| desk.outbox.park(&leased[0], b""),
+    ] {
+        disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+        assert_eq!(change().unwrap_err().kind(), ErrorKind::Full);
+    }
+    clock.advance_ms(61_000);
+    assert_eq!(desk.payloads(9), ["mail 0"]);
+    let committed = claim.commit_with(all_of_it(&desk)).unwrap();
+    assert!(matches!(committed, CommitVerdict::Committed { .. }));
+    assert_eq!(desk.payloads(9), ["mail 1", "mail 2"]);
+    let desk = Desk::open(&disk.after_power_cut(&mut PowerCut::drop_all()), &clock);
+    assert_eq!(desk.value("a").as_deref(), Some("90"));
+    assert_eq!(desk.payloads(9), ["mail 0", "mail 1", "mail 2"]);
+}
+
+#[test]
+fn the_bound_of_unsettled_records_counts_what_is_attached() {
+    let log = options(&clock())
+        .unsettled_count_max(3)
+        .open_in_memory()
+        .unwrap();
+    let desk = Desk::of(log);
+    desk.put("a", Expected::Anything, "1");
+    desk.put("b", Expected::Anything, "1");
+    desk.put("a", Expected::Anything, "2");
+    let mut claim = desk.claim("1");
+    let two = Commit::new("")
+        .publish(&desk.outbox, "1")
+        .publish(&desk.outbox, "2");
+    assert_eq!(claim.commit_with(two).unwrap_err().kind(), ErrorKind::Full);
+    let error = desk.cells.put("c", Expected::Anything, "1").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Full);
+    assert!(matches!(
+        claim.commit(b"").unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+    desk.put("c", Expected::Anything, "1");
+}
+
+#[test]
+fn other_kinds_of_namespaces_are_told_apart_and_listed_as_what_they_are() {
+    let desk = Desk::memory();
+    desk.put("a", Expected::Absent, "1");
+    let kind = |name: &str| desk.log.kind_of(name).unwrap();
+    assert_eq!(kind("accounts"), NamespaceKind::Cells);
+    assert_eq!(kind("kafka"), NamespaceKind::Watermarks);
+    assert_eq!(kind("mail"), NamespaceKind::Outbox);
+    let small = NamespaceOptions::new().outcome_bytes_max(512);
+    assert!(desk.log.outbox("accounts", small.clone()).is_err());
+    assert!(
+        desk.log
+            .namespace::<Repeatable>("mail", small.clone())
+            .is_err()
+    );
+    assert!(desk.log.pending().unwrap().is_empty());
+    assert!(desk.log.in_doubt().unwrap().is_empty());
+    // What may not be forgotten is not purged by the way.
+    assert_eq!(
+        desk.log.purge("accounts", false).unwrap_err().kind(),
+        ErrorKind::Invalid
+    );
+    desk.log.purge("accounts", true).unwrap();
+    assert_eq!(desk.cells.get("a").unwrap_err().kind(), ErrorKind::Invalid);
+    let cells = desk.log.cells("accounts", small).unwrap();
+    assert_eq!(cells.get("a").unwrap(), None);
+}
+
+#[test]
+fn a_dispatcher_delivers_retries_with_growing_pauses_and_parks() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    for mail in ["good", "bad", "flaky"] {
+        desk.done(mail, Commit::new("").publish(&desk.outbox, mail));
+    }
+    let second = Duration::from_secs(1);
+    let dispatcher = Dispatcher::new(&desk.outbox)
+        .backoff(second, 4 * second)
+        .attempts_max(5);
+    let mut tries = Vec::new();
+    for now_s in 0..40 {
+        dispatcher
+            .run_due(&mut |entry: &OutboxEntry| match entry.payload.as_slice() {
+                b"good" => Dispatched::Done,
+                b"bad" => Dispatched::Park {
+                    error: b"never".to_vec(),
+                },
+                _ => {
+                    tries.push(now_s);
+                    Dispatched::Retry {
+                        error: b"down".to_vec(),
+                    }
+                }
+            })
+            .unwrap();
+        clock.advance_ms(1000);
+    }
+    assert_eq!(tries, [0, 1, 3, 7, 11]);
+    let parked = desk.outbox.parked().unwrap();
+    assert_eq!(
+        parked.iter().map(payload).collect::<Vec<_>>(),
+        ["bad", "flaky"]
+    );
+    assert_eq!(desk.outbox.stats().unwrap().queued_count, 0);
+}
+
+#[test]
+fn a_delivery_that_panics_gives_its_entries_back() {
+    let desk = Desk::memory();
+    for n in ["1", "2"] {
+        desk.done(n, Commit::new("").publish(&desk.outbox, n));
+    }
+    let dispatcher = Dispatcher::new(&desk.outbox);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        dispatcher.run_due(&mut |_: &OutboxEntry| panic!("delivery"))
+    }));
+    assert!(panicked.is_err());
+    assert_eq!(desk.payloads(9), ["1", "2"]);
+}
+
+#[test]
+fn a_dispatcher_is_woken_by_a_commit_and_ends_when_it_is_told_to() {
+    let log = Options::new().open_in_memory().unwrap();
+    let outbox = log.outbox("mail", NamespaceOptions::new()).unwrap();
+    let jobs: Namespace<Internal> = log.namespace("jobs", NamespaceOptions::new()).unwrap();
+    let dispatcher = Dispatcher::new(&outbox);
+    let stopper = dispatcher.stopper();
+    let (told, heard) = std::sync::mpsc::channel();
+    let running = std::thread::spawn(move || {
+        dispatcher.run(|entry| {
+            told.send(payload(entry)).unwrap();
+            Dispatched::Done
+        })
+    });
+    for n in 0..20 {
+        let mut claim = jobs.claim(format!("{n}")).unwrap().claim().unwrap();
+        let commit = Commit::new("").publish(&outbox, format!("{n}"));
+        assert!(matches!(
+            claim.commit_with(commit).unwrap(),
+            CommitVerdict::Committed { .. }
+        ));
+        assert_eq!(
+            heard.recv_timeout(Duration::from_secs(20)).unwrap(),
+            format!("{n}")
+        );
+    }
+    stopper.stop();
+    running.join().unwrap().unwrap();
+    // A store that is closed ends it, too.
+    let dispatcher = Dispatcher::new(&outbox);
+    let running = std::thread::spawn(move || dispatcher.run(|_| Dispatched::Done));
+    log.close().unwrap();
+    assert_eq!(
+        running.join().unwrap().unwrap_err().kind(),
+        ErrorKind::Closed
+    );
+}
+
+/// The tables of `docs/format.md`, read without the crate's code.
+#[test]
+fn a_commit_is_one_frame_of_frames_as_the_tables_say() {
+    use crate::golden::bytes::{Frame, crc32, frames, seed, u16_at, u32_at, u64_at};
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    let until = Duration::from_secs(60);
+    let commit = Commit::new("paid")
+        .outcome_retention(until)
+        .put(&desk.cells, "a", Expected::Absent, "90")
+        .advance(&desk.marks, SOURCE, 0)
+        .advance(&desk.marks, SOURCE, 5)
+        .publish_ordered(&desk.outbox, "customer", "mail");
+    desk.done("order-1", commit);
+    let queued = desk.outbox.lease(1).unwrap().remove(0);
+    assert!(desk.outbox.park(&queued, b"bad").unwrap());
+    let segment = disk.read_file("seg-000000000001.log").unwrap();
+    let all = frames(&segment);
+    let group = all.iter().find(|frame| frame.kind == 19).unwrap();
+    assert_eq!(group.bytes[7..16], [0; 9]);
+    let nonce = u32_at(&segment, 12);
+    let mut inner = Vec::new();
+    let mut at = 16;
+    while at < group.bytes.len() {
+        let offset = group.offset + at;
+        let len = u16_at(&group.bytes, at + 4) * 8;
+        let bytes = group.bytes[at..at + len].to_vec();
+        assert_eq!(u32_at(&bytes, 0), crc32(seed(nonce, offset), &bytes[4..]));
+        let kind = bytes[6];
+        inner.push(
+            Frame {
+                offset,
+                kind,
+                bytes,
+            }
+            .record(),
+        );
+        at += len;
+    }
+    assert_eq!(at, group.bytes.len());
+    let kinds: Vec<u8> = inner.iter().map(|record| record.kind).collect();
+    assert_eq!(kinds, [5, 10, 11, 12]);
+    let [done, cell, mark, entry] = &inner[..] else {
+        panic!("four records");
+    };
+    let seconds = u32::try_from(START_MS / 1000).unwrap();
+    let until_s = (seconds + 60).to_le_bytes().to_vec();
+    assert_eq!(done.parts, [(1, b"paid".to_vec()), (7, until_s)]);
+    assert_eq!(
+        (cell.key.as_slice(), &cell.parts),
+        (&b"a"[..], &vec![(1, b"90".to_vec())])
+    );
+    let stamp = |state: &Option<Vec<u8>>| u64_at(state.as_ref().unwrap(), 0);
+    assert_eq!(stamp(&cell.state), desk.version("a").get());
+    let value = &mark.parts[0].1;
+    assert_eq!((mark.key.as_slice(), mark.parts.len()), (SOURCE, 1));
+    assert_eq!(value[..4], [1, 0, 0, 0]);
+    assert_eq!(
+        (u32_at(value, 4), u64_at(value, 8), u64_at(value, 16)),
+        (1, 0, 1)
+    );
+    assert_eq!(
+        (u64_at(value, 24), u64_at(value, 32), value.len()),
+        (5, 5, 40)
+    );
+    assert_eq!(entry.key, b"\x04jobs\x00\x00\x00\x00order-1");
+    assert_eq!(
+        entry.parts,
+        [(1, b"mail".to_vec()), (6, b"customer".to_vec())]
+    );
+    assert!(inner.iter().skip(1).all(|record| record.expires_at_s == 0));
+    // Put aside: the same entry, with its error and the position at which it was first.
+    let parked = all.iter().find(|frame| frame.kind == 13).unwrap().record();
+    assert_eq!(
+        (&parked.key, stamp(&parked.state)),
+        (&entry.key, stamp(&entry.state))
+    );
+    assert_eq!(u32_at(parked.state.as_ref().unwrap(), 48), 1);
+    let first = group.offset + group.bytes.len() - frame_bytes(entry);
+    let origin = ((1u64 << 23) | (first as u64 / 8)).to_le_bytes().to_vec();
+    let value = (1, b"mail".to_vec());
+    let ordering = (6, b"customer".to_vec());
+    assert_eq!(
+        parked.parts,
+        [value, (2, b"bad".to_vec()), (4, origin), ordering]
+    );
+}
+
+fn frame_bytes(record: &crate::golden::bytes::Record) -> usize {
+    let parts: usize = record.parts.iter().map(|part| 8 + part.1.len()).sum();
+    (16 + 64 + record.key.len() + parts).next_multiple_of(8)
+}
+
+/// Random calls, kills and power cuts, compared with maps and lists.
+#[test]
+fn random_calls_agree_with_a_map_a_set_and_a_queue() {
+    use std::collections::{BTreeMap, BTreeSet};
+    for seed in 0..crate::support::env_u64("IDEMLOG_CASES", 12) {
+        let mut rng = idemlog::testing::sim::Rng::new(seed);
+        let (mut disk, clock) = (SimDisk::seeded(seed), clock());
+        let mut desk = Desk::open(&disk, &clock);
+        let mut cells: BTreeMap<String, (String, Stamp)> = BTreeMap::new();
+        let mut marks: BTreeSet<u64> = BTreeSet::new();
+        let mut queue: Vec<String> = Vec::new();
+        for n in 0..120 {
+            let cell = format!("cell-{}", rng.below(4));
+            match rng.below(10) {
+                0..=4 => {
+                    let known = cells.get(&cell).map(|(_, version)| *version);
+                    let expected = known.map_or(Expected::Absent, Expected::Version);
+                    let number = marks.iter().next_back().map_or(0, |last| last + 1);
+                    let number = number.saturating_sub(rng.below(5) as u64);
+                    let (value, mail) = (format!("value {n}"), format!("mail {n}"));
+                    let commit = Commit::new("")
+                        .put(&desk.cells, cell.clone(), expected, value.clone())
+                        .publish(&desk.outbox, mail.clone())
+                        .advance(&desk.marks, SOURCE, number);
+                    desk.done(&format!("job-{n}"), commit);
+                    cells.insert(cell.clone(), (value, desk.version(&cell)));
+                    marks.insert(number);
+                    queue.push(mail);
+                }
+                5 => {
+                    let known = cells.remove(&cell);
+                    let expected = known.map_or(Expected::Absent, |(_, v)| Expected::Version(v));
+                    let verdict = desk.cells.delete(&cell, expected).unwrap();
+                    assert_eq!(verdict, CellVerdict::Deleted, "seed {seed}");
+                }
+                6 => {
+                    for entry in desk.outbox.lease(rng.below(4)).unwrap() {
+                        assert!(desk.outbox.ack(&entry).unwrap(), "seed {seed}");
+                        assert_eq!(payload(&entry), queue.remove(0), "seed {seed}");
+                    }
+                }
+                7 => {
+                    desk.fill(1);
+                    clock.advance_ms(rng.below(3_600_000) as u64);
+                    desk.log.maintain().unwrap();
+                }
+                _ => {
+                    disk = match rng.below(3) {
+                        0 => disk.after_kill(),
+                        1 => disk.after_power_cut(&mut PowerCut::drop_all()),
+                        _ => disk.after_power_cut(&mut PowerCut::seeded(rng.next_u64())),
+                    };
+                    drop(desk);
+                    desk = Desk::open(&disk, &clock);
+                }
+            }
+            for n in 0..4 {
+                let cell = format!("cell-{n}");
+                let found = desk.cells.get(&cell).unwrap();
+                let found = found.map(|c| (String::from_utf8(c.value).unwrap(), c.version));
+                assert_eq!(found, cells.get(&cell).cloned(), "seed {seed}");
+            }
+            let next = (0..).find(|n| !marks.contains(n)).unwrap();
+            let safe = desk.marks.safe_position(SOURCE).unwrap();
+            assert_eq!(safe, next.checked_sub(1), "seed {seed}");
+            let queued = desk.outbox.stats().unwrap().queued_count;
+            assert_eq!(queued, queue.len() as u64, "seed {seed}");
+        }
+    }
+}
+
+/// What is left of a damaged store: whole records of a damaged commit, and which values may be
+/// older than they were.
+#[test]
+fn a_repair_keeps_what_is_attached_and_says_what_may_be_outdated() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    desk.put("a", Expected::Absent, "old");
+    desk.put("b", Expected::Absent, "same");
+    assert_eq!(desk.marks.advance(SOURCE, 0).unwrap(), Sequenced::Fresh);
+    let commit = Commit::new("")
+        .put(&desk.cells, "a", Expected::Anything, "NEWER")
+        .publish(&desk.outbox, "mail");
+    desk.done("order-1", commit);
+    desk.put("b", Expected::Anything, "last");
+    let version = desk.version("b");
+    desk.log.close().unwrap();
+    let disk = disk.after_kill();
+    let name = "seg-000000000001.log";
+    let whole = disk.read_file(name).unwrap();
+    let repair = || idemlog::Repair::of("simulated").clock(Arc::clone(&clock) as _);
+    let repaired = SimDisk::new();
+    let report = repair()
+        .write_on(disk.dir().as_ref(), repaired.dir())
+        .unwrap();
+    assert_eq!((report.outdated_count, report.lost_count), (0, 0));
+    assert_eq!(
+        Desk::open(&repaired, &clock).value("a").as_deref(),
+        Some("NEWER")
+    );
+
+    let mut bad = whole.clone();
+    let at = whole.windows(5).position(|w| w == b"NEWER").unwrap();
+    bad[at] ^= 1;
+    disk.write_file(name, bad);
+    let repaired = SimDisk::new();
+    let report = repair()
+        .write_on(disk.dir().as_ref(), repaired.dir())
+        .unwrap();
+    // The cell and the source; the other cell was written again behind what is lost.
+    assert_eq!(report.outdated_count, 2, "{report:?}");
+    let desk = Desk::open(&repaired, &clock);
+    assert_eq!(desk.value("a").as_deref(), Some("old"));
+    assert_eq!(desk.value("b").as_deref(), Some("last"));
+    assert_eq!(desk.version("b"), version);
+    assert_eq!(desk.payloads(9), ["mail"]);
+    assert!(desk.put("a", Expected::Anything, "again") > version);
+}
+
+fn is_send<T: Send + Sync>() {}
+
+#[test]
+fn handles_go_to_other_threads() {
+    is_send::<(Cells, Watermarks, Outbox, Dispatcher)>();
+    fn any<C: EffectClass>() {
+        is_send::<Namespace<C>>();
+    }
+    any::<Internal>();
+}
