@@ -5,8 +5,8 @@
 //! cargo run --release --example kafka_offsets [-- --seed 7 --kills 20]
 //! ```
 //!
-//! The child handles offsets 1000 to 1099 in a random order, and 1001 last of all. It is killed with
-//! SIGKILL again and again. After each death the parent opens the store and asks what may be
+//! The child handles offsets 1000 to 1099 in a random order, and 1001 last of all. It is killed
+//! with SIGKILL again and again. After each death the parent opens the store and asks what may be
 //! committed: as long as 1001 is not done, that stays before it, however many later ones are.
 
 #![expect(

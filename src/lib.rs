@@ -87,5 +87,6 @@ pub mod testing {
 /// Compiles and runs the examples of the prose.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/attached.md")]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;
