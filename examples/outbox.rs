@@ -80,7 +80,9 @@ fn child(dir: &Path) -> Fallible<()> {
             std::thread::yield_now();
         }
         stopper.stop();
-        Ok(sending.join().map_err(|_panic| "the dispatcher panicked")??)
+        Ok(sending
+            .join()
+            .map_err(|_panic| "the dispatcher panicked")??)
     })?;
     Ok(log.close()?)
 }

@@ -21,6 +21,7 @@ pub const NAMESPACE_BYTES_MAX: usize = 255;
 /// another kind is a typed error. There is no default because none is right for everyone: an
 /// effect that may run twice must not be held back by a crash, and one that may not must be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum NamespaceKind {
     /// Only `observe`: keys are marked before the effect, so an effect happens at most once.
     Filter,

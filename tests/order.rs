@@ -650,3 +650,47 @@ fn a_flush_beside_a_failing_one_proves_nothing() {
     assert_eq!(told.unwrap_err().kind(), ErrorKind::Poisoned);
     assert!(log.health().poisoned.is_some());
 }
+
+/// What an open has cut is gone from the device before anything is appended: a power cut right
+/// after the open does not bring it back.
+#[test]
+fn what_an_open_has_cut_is_gone_from_the_device_when_it_returns() {
+    let disk = SimDisk::new();
+    let (log, filter) = open(&disk);
+    observe(&filter, 0..8).unwrap();
+    log.sync().unwrap();
+    let torn = disk.after_kill();
+    drop((log, filter));
+    let name = "seg-000000000001.log";
+    let mut bytes = torn.read_file(name).unwrap();
+    let at = bytes.iter().rposition(|b| *b != 0).unwrap();
+    // The last frame is torn: its end is not what its checksum says.
+    bytes[at] ^= 1;
+    torn.write_file(name, bytes);
+    let log = options().open_on(torn.dir()).unwrap();
+    assert!(log.open_report().dropped_bytes > 0);
+    let bare = torn.after_power_cut(&mut PowerCut::drop_all());
+    drop(log);
+    let log = options().open_on(bare.dir()).unwrap();
+    assert_eq!(log.open_report().dropped_bytes, 0);
+}
+
+/// After a kill the end of the log is in the cache only: one flush makes it durable. Without it a
+/// whole segment would be written again, with a copy beside it.
+#[test]
+fn an_open_after_a_kill_flushes_and_writes_no_segment_anew() {
+    let disk = SimDisk::new();
+    let (log, filter) = open(&disk);
+    observe(&filter, 0..8).unwrap();
+    let killed = disk.after_kill();
+    drop((log, filter));
+    let (log, filter) = open(&killed);
+    let copies = killed
+        .step_log()
+        .iter()
+        .filter(|step| step.contains(".copy"))
+        .count();
+    assert_eq!(copies, 0, "{:?}", killed.step_log());
+    assert_eq!(filter.get(key(7)).unwrap(), KeyState::Seen);
+    drop(log);
+}

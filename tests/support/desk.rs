@@ -131,10 +131,7 @@ pub fn open_desk(
             };
             table(log.namespace::<Probeable>(name, options)?.with_probe(ask))
         }
-        NamespaceKind::Filter
-        | NamespaceKind::Cells
-        | NamespaceKind::Watermarks
-        | NamespaceKind::Outbox => unreachable!("{:?} has no claims", spec.kind),
+        _ => unreachable!("{:?} has no claims", spec.kind),
     })
 }
 

@@ -103,7 +103,7 @@ impl Space {
             NamespaceKind::Probeable => claims::<Probeable>(store, name, options)?,
             NamespaceKind::NonRepeatable => claims::<NonRepeatable>(store, name, options)?,
             NamespaceKind::Internal => claims::<Internal>(store, name, options)?,
-            NamespaceKind::Cells | NamespaceKind::Watermarks | NamespaceKind::Outbox => {
+            _ => {
                 return Err(Stop::usage(format!(
                     "namespace={name} has no keys to claim or observe: kind={}; use another \
                      --namespace",

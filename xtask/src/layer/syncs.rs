@@ -110,6 +110,11 @@ fn places(code: &str) -> Vec<Place> {
         let Some(end) = closing(code, at) else {
             continue;
         };
+        if code[at..end].contains("Durability::Buffered") {
+            // It makes nothing durable, and orders nothing.
+            at = end;
+            continue;
+        }
         found.push(Place {
             start: receiver_start(code, name),
             end,

@@ -143,11 +143,12 @@ impl Judge {
         let spaces = Spaces::open(log)?;
         for ((space, key), state) in found {
             let answer = match kind_of(space) {
-                NamespaceKind::Filter => continue,
                 NamespaceKind::Repeatable => claim(&spaces.repeatable, key)?,
                 NamespaceKind::Probeable => claim(&spaces.probeable, key)?,
                 NamespaceKind::NonRepeatable => claim(&spaces.non_repeatable, key)?,
                 NamespaceKind::Internal => claim(&spaces.internal, key)?,
+                // No other keys are claimed.
+                _ => continue,
             };
             let fits = match (state, kind_of(space)) {
                 (State::Done, _) => answer == "duplicate",
