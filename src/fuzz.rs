@@ -17,8 +17,9 @@ use crate::format::fuse;
 use crate::format::hint::Hint;
 use crate::format::le::{put_crc_at_end, set_u32};
 use crate::format::manifest::Manifest;
-use crate::format::record::{Frame, Record};
+use crate::format::record::{Frame, HEADER_BYTES, Record};
 use crate::format::run::PAGE_BYTES;
+use crate::format::watermark::Marks;
 use crate::index::build::RunPlan;
 use crate::index::merge::merge;
 use crate::index::run::Run;
@@ -27,7 +28,8 @@ use crate::vfs::sim::{PowerCut, SimDisk};
 use crate::vfs::{Access, Map};
 use crate::{
     ClaimVerdict, DedupLog, ErrorKind, Filter, KeyState, Namespace, NamespaceOptions,
-    NonRepeatable, Observed, OpenMode, Options, Repair, Repeatable, Result, Retention, ZeroFill,
+    NonRepeatable, Observed, OpenMode, Options, Repair, Repeatable, Result, Retention,
+    WatermarkOptions, ZeroFill,
 };
 
 const START_MS: u64 = 1_700_000_000_000;
@@ -37,21 +39,19 @@ const SECTOR_BYTES: usize = 512;
 /// The widest run that is merged.
 const SPAN_MAX: u64 = 512;
 
-/// Frames: verified or refused, and what is read is what is written again.
+/// Frames: verified or refused, and what is read is what is written again. The value of a
+/// watermark, too.
 pub fn record(data: &[u8]) {
     let Some((seed, bytes)) = data.split_first_chunk::<4>() else {
         return;
     };
     let seed = u32::from_le_bytes(*seed);
     parse_frame(bytes, seed);
-    let mut fixed = bytes.to_vec();
-    if let Some(claimed) = crate::format::record::claimed_bytes(&fixed)
-        && let Some(frame) = fixed.get(4..claimed)
-    {
-        let mut hasher = crc32fast::Hasher::new_with_initial(seed);
-        hasher.update(frame);
-        set_u32(&mut fixed, 0, hasher.finalize());
+    if let Ok(marks) = Marks::decode(bytes) {
+        assert_eq!(Marks::decode(&marks.encode()), Ok(marks));
     }
+    let mut fixed = bytes.to_vec();
+    directory::right_frame(&mut fixed, 0, seed);
     parse_frame(&fixed, seed);
     assert!(Replay::new(bytes, seed).count() <= bytes.len());
     proven_behind(bytes, seed, 64);
@@ -65,6 +65,9 @@ fn parse_frame(bytes: &[u8], seed: u32) {
     let _unused = (frame.sync_mark().is_ok(), frame.seal().is_ok());
     if let Ok(list) = frame.unsettled() {
         assert!(list.len() * 4 <= frame.len());
+    }
+    if let Ok(records) = frame.group(seed, 0) {
+        assert!(records.len() * HEADER_BYTES <= frame.len());
     }
     if let Ok(record) = frame.record() {
         let mut again = Vec::new();
@@ -366,13 +369,13 @@ fn must<T>(result: Result<T>) -> T {
 }
 
 /// Asks for some keys; an error is no answer.
-fn ask(log: &DedupLog) -> BTreeMap<String, KeyState> {
+fn ask(log: &DedupLog) -> BTreeMap<String, String> {
     let kept = directory::kept;
     let mut states = BTreeMap::new();
     let _listed = (log.pending().is_ok(), log.in_doubt().is_ok());
     if let Ok(jobs) = log.namespace::<Repeatable>("jobs", kept()) {
         for key in ["done", "dropped", "failed", "rejected", "dead"] {
-            states.extend(jobs.get(key).map(|state| (key.to_owned(), state)));
+            states.extend(jobs.get(key).map(|state| (key.to_owned(), show(state))));
         }
         if let Some(mut claim) = jobs.claim("claimed").ok().and_then(ClaimVerdict::claim) {
             let _committed = claim.commit(b"outcome").is_ok();
@@ -380,14 +383,14 @@ fn ask(log: &DedupLog) -> BTreeMap<String, KeyState> {
     }
     if let Ok(pays) = log.namespace::<NonRepeatable>("pays", kept()) {
         for key in ["doubt", "detached"] {
-            states.extend(pays.get(key).map(|state| (key.to_owned(), state)));
+            states.extend(pays.get(key).map(|state| (key.to_owned(), show(state))));
             let _claimed = pays.claim(key).is_ok();
         }
     }
     if let Ok(filter) = log.filter("seen", kept()) {
         for n in 0..40 {
             for key in [format!("key-{}", n * 11), format!("more-{}", n * 7)] {
-                states.extend(filter.get(&key).map(|state| (key, state)));
+                states.extend(filter.get(&key).map(|state| (key, show(state))));
             }
         }
         if let Ok(observed) = filter.observe("written by the fuzzer") {
@@ -398,8 +401,40 @@ fn ask(log: &DedupLog) -> BTreeMap<String, KeyState> {
             );
         }
     }
+    ask_attached(log, &mut states);
     let _done = log.maintain();
     states
+}
+
+fn ask_attached(log: &DedupLog, states: &mut BTreeMap<String, String>) {
+    if let Ok(cells) = log.cells("cells", directory::kept()) {
+        for key in ["a", "b"] {
+            states.extend(
+                cells
+                    .get(key)
+                    .map(|cell| (format!("cell {key}"), show(cell))),
+            );
+        }
+    }
+    if let Ok(marks) = log.watermarks("marks", WatermarkOptions::sparse(8)) {
+        let safe = marks.safe_position("source");
+        states.extend(safe.map(|safe| ("source".to_owned(), show(safe))));
+        let told = marks.observe("source", 2);
+        states.extend(told.map(|told| ("number".to_owned(), show(told))));
+    }
+    if let Ok(outbox) = log.outbox("outbox", directory::kept()) {
+        let parked = outbox
+            .parked()
+            .map(|all| all.into_iter().map(|e| (e.id, e.payload)));
+        let parked: Result<Vec<_>> = parked.map(Iterator::collect);
+        states.extend(parked.map(|parked| ("parked".to_owned(), show(parked))));
+        let queued = outbox.lease(9).map(|all| all.len());
+        states.extend(queued.map(|queued| ("queued".to_owned(), show(queued))));
+    }
+}
+
+fn show(state: impl std::fmt::Debug) -> String {
+    format!("{state:?}")
 }
 
 /// Calls, crashes, power cuts and clock steps against a map: each byte is one step.

@@ -11,12 +11,15 @@ use crate::format::filter::FILTER_HEADER_BYTES;
 use crate::format::le::{put_crc_at_end, set_u32};
 use crate::format::manifest::Manifest;
 use crate::format::names::FileName;
-use crate::format::record::{claimed_bytes, seed};
+use crate::format::record::{HEADER_BYTES, Kind, claimed_bytes, seed};
 use crate::format::run::{PAGE_BYTES, RunHeader, checksum, header_crc, run_seed};
 use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
 use crate::format::{to_u32, to_usize};
 use crate::vfs::sim::{PowerCut, SimDisk};
-use crate::{DedupLog, Durability, NamespaceOptions, ObserveOptions, Options, Retention, ZeroFill};
+use crate::{
+    Commit, DedupLog, Durability, Expected, Internal, Namespace, NamespaceOptions, ObserveOptions,
+    Options, Retention, WatermarkOptions, ZeroFill,
+};
 
 macro_rules! committed {
     ($($name:literal),+ $(,)?) => {
@@ -85,6 +88,7 @@ fn grown(from: &SimDisk, keys: u32, maintained: bool) -> SimDisk {
     let disk = from.after_kill();
     let clock = Arc::new(ManualClock::new(START_MS));
     let log: DedupLog = must(options(&clock).open_on(disk.dir()));
+    attach(&log);
     let seen = must(log.filter("seen", kept()));
     let quickly = ObserveOptions::new().durability(Durability::Process);
     for n in 0..keys {
@@ -100,6 +104,29 @@ fn grown(from: &SimDisk, keys: u32, maintained: bool) -> SimDisk {
         must(log.maintain());
     }
     disk.after_kill()
+}
+
+/// A commit with everything that can be attached to it, and an entry put aside.
+fn attach(log: &DedupLog) {
+    let orders: Namespace<Internal> = must(log.namespace("orders", kept()));
+    let cells = must(log.cells("cells", kept()));
+    let marks = must(log.watermarks("marks", WatermarkOptions::sparse(8)));
+    let outbox = must(log.outbox("outbox", kept()));
+    let commit = Commit::new("outcome")
+        .put(&cells, "a", Expected::Anything, "1")
+        .put(&cells, "b", Expected::Anything, "2")
+        .advance(&marks, "source", 0)
+        .advance(&marks, "source", 2)
+        .publish_ordered(&outbox, "order", "queued")
+        .publish(&outbox, "parked");
+    if let Some(mut claim) = must(orders.claim("order")).claim() {
+        let _committed = must(claim.commit_with(commit));
+    }
+    for entry in must(outbox.lease(9)) {
+        if entry.payload == b"parked" {
+            must(outbox.park(&entry, b"why"));
+        }
+    }
 }
 
 /// Makes every checksum right that a patch has made wrong, so that what lies behind the checksums
@@ -167,14 +194,34 @@ fn right_segment(bytes: &mut [u8]) {
         return;
     };
     let mut at = SEGMENT_HEADER_BYTES;
-    while let Some(rest) = bytes.get(at..)
-        && let Some(len) = claimed_bytes(rest)
-        && let Some(body) = rest.get(4..len)
-    {
-        let crc = checksum(seed(header.nonce, to_u32(at)), body);
-        set_u32(bytes, at, crc);
+    while at < bytes.len() {
+        let len = right_frame(bytes, at, header.nonce);
+        if len == 0 {
+            return;
+        }
         at += len;
     }
+}
+
+/// One frame and, of a group, those in it first; returns its length, or 0 if none can start here.
+pub(super) fn right_frame(bytes: &mut [u8], at: usize, nonce: u32) -> usize {
+    let rest = bytes.get(at..).unwrap_or_default();
+    let Some(len) = claimed_bytes(rest).filter(|len| *len <= rest.len()) else {
+        return 0;
+    };
+    if rest.get(6) == Some(&(Kind::Group as u8)) {
+        let mut inner = at + HEADER_BYTES;
+        while inner < at + len {
+            match right_frame(bytes, inner, nonce) {
+                0 => break,
+                inner_len => inner += inner_len,
+            }
+        }
+    }
+    let body = bytes.get(at + 4..at + len).unwrap_or_default();
+    let crc = checksum(seed(nonce, to_u32(at)), body);
+    set_u32(bytes, at, crc);
+    len
 }
 
 /// The header page and all pages behind it.

@@ -523,6 +523,66 @@ const FAULTS: &[Fault] = &[
         )],
         noticed_by: "lib",
     },
+    Fault {
+        name: "what commits with a key has checksums of its own only",
+        breaks: "I8",
+        edits: &[(
+            "src/engine/group.rs",
+            "        let is_group = ready.len() > 1;",
+            "        let is_group = ready.len() > 1 && !FAULT;",
+        )],
+        noticed_by: "crash::attached::",
+    },
+    Fault {
+        name: "what is attached is forgotten with its segment",
+        breaks: "I6",
+        edits: &[(
+            "src/format/record.rs",
+            "self.is_open_claim() || self.is_attached()",
+            "self.is_open_claim() || self.is_attached() && !FAULT",
+        )],
+        noticed_by: "attached::",
+    },
+    Fault {
+        name: "a cell is written whatever its version is",
+        breaks: "I13",
+        edits: &[(
+            "src/model/cell.rs",
+            "current.is_some_and(|cell| cell.epoch() == version),",
+            "current.is_some_and(|cell| FAULT || cell.epoch() == version),",
+        )],
+        noticed_by: "attached::",
+    },
+    Fault {
+        name: "an outbox entry loses its place when it is carried over",
+        breaks: "I6",
+        edits: &[(
+            "src/engine/group.rs",
+            "    match origin_of(entry) {",
+            "    match if FAULT { 0 } else { origin_of(entry) } {",
+        )],
+        noticed_by: "attached::",
+    },
+    Fault {
+        name: "a write that is taken back takes the outbox entry from the queue",
+        breaks: "I2",
+        edits: &[(
+            "src/engine/group.rs",
+            "planned.entry.kind == Kind::Queued && origin_of(&planned.entry) == 0",
+            "planned.entry.kind == Kind::Queued && (FAULT || origin_of(&planned.entry) == 0)",
+        )],
+        noticed_by: "attached::",
+    },
+    Fault {
+        name: "a number is done when another one is",
+        breaks: "I4",
+        edits: &[(
+            "src/model/watermark.rs",
+            "number < self.next || before.is_some_and(|(_, last)| number <= *last)",
+            "number < self.next || before.is_some_and(|(_, last)| FAULT || number <= *last)",
+        )],
+        noticed_by: "lib",
+    },
 ];
 
 /// Makes all faults in the copy, each behind its own switch.
