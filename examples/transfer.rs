@@ -201,7 +201,12 @@ mod power {
         while !done {
             // A step is one call of the file system: the next loss of power comes in one of these.
             disk.stop_at(disk.steps() + 50 + random.below(1500));
-            done = lives(&disk, &clock, &mut from, count).is_ok();
+            let lived = lives(&disk, &clock, &mut from, count);
+            done = lived.is_ok();
+            if disk.died_doing().is_none() {
+                // Nothing but the loss of power may end a life early.
+                lived?;
+            }
             if !done {
                 cuts_count += 1;
                 disk = disk.after_power_cut(&mut PowerCut::seeded(seed + cuts_count));

@@ -61,8 +61,8 @@ pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
     OUTCOME_BYTES_DEFAULT, OpenMode, Options, ProgressCallback, RETENTION_DEFAULT, Retention,
     SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN,
-    SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT, WatermarkOptions, WhenFull,
-    ZeroFill,
+    STRETCHES_MAX, SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT,
+    WatermarkOptions, WhenFull, ZeroFill,
 };
 pub use position::Position;
 pub use stamp::Stamp;

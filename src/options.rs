@@ -498,6 +498,12 @@ impl NamespaceOptions {
             .stretches_max
             .saturating_mul(16)
             .saturating_add(1024);
+        if self.marks.stretches_max > STRETCHES_MAX {
+            return Err(Error::invalid(format!(
+                "stretches_max over the limit: stretches_max={} limit={STRETCHES_MAX}",
+                self.marks.stretches_max
+            )));
+        }
         if kind == NamespaceKind::Watermarks && marks_bytes > room {
             return Err(Error::invalid(format!(
                 "stretches_max of a sparse watermark needs larger segments: stretches_max={} \
@@ -530,6 +536,9 @@ impl NamespaceOptions {
     }
 }
 
+/// The largest bound of [`WatermarkOptions::sparse`].
+pub const STRETCHES_MAX: usize = 8192;
+
 /// How the numbers of a namespace's sources are kept.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct MarkOptions {
@@ -560,7 +569,7 @@ impl WatermarkOptions {
 
     /// Numbers may be done in any order: each counts for itself. At most so many stretches of
     /// done numbers may lie beyond one that is not done (16 bytes each in every record of the
-    /// source); a commit that would make more is `Full`.
+    /// source; at most [`STRETCHES_MAX`]); a commit that would make more is `Full`.
     pub fn sparse(stretches_max: usize) -> Self {
         WatermarkOptions {
             marks: MarkOptions {

@@ -91,6 +91,9 @@ pub struct OpenReport {
     pub rebuilt_runs_count: u64,
     /// Unsettled records found.
     pub unsettled_count: u64,
+    /// Those of them that are damaged: each keeps its segment, and nothing is dropped, until the
+    /// store is repaired.
+    pub unreadable_count: u64,
     /// How long the open took.
     pub elapsed: Duration,
     /// The store is damaged and open for reading what is left, see [`OpenMode::Salvage`].

@@ -442,6 +442,9 @@ fn a_source_keeps_its_mode() {
         desk.marks.observe(SOURCE, 1).unwrap(),
         Sequenced::Gap { expected: 0 }
     );
+    // Under a higher epoch the mode may be another one.
+    assert_eq!(strict.reset(SOURCE, 1, 3).unwrap(), Reset::Applied);
+    assert_eq!(strict.observe(SOURCE, 3).unwrap(), Sequenced::Fresh);
     // A strict one takes everything below for done.
     assert_eq!(
         strict.advance("other", 7).unwrap(),
@@ -552,21 +555,311 @@ fn a_dispatcher_that_is_down_for_twice_the_retention_loses_nothing() {
     assert!(desk.payloads(99).is_empty());
 }
 
-/// A key that has expired runs again: its entry has the same id, and replaces one that waits.
+/// A key that has expired runs again: its entry has the same id as the one that still waits, so it
+/// is the same message, and nothing that was committed is lost.
 #[test]
-fn an_entry_of_the_same_key_replaces_the_one_that_waits() {
+fn an_entry_that_waits_is_kept_when_its_key_runs_again() {
     let (disk, clock) = (SimDisk::new(), clock());
     let desk = Desk::open(&disk, &clock);
-    desk.done("order-1", Commit::new("").publish(&desk.outbox, "first"));
+    let publish = |desk: &Desk, what: &str| {
+        desk.done("order-1", Commit::new("").publish(&desk.outbox, what));
+    };
+    publish(&desk, "first");
     let old = desk.outbox.lease(1).unwrap().remove(0);
     clock.advance_ms(2 * 3_600_000);
-    desk.done("order-1", Commit::new("").publish(&desk.outbox, "second"));
+    publish(&desk, "second");
+    let again = desk.outbox.lease(9).unwrap();
+    assert_eq!(again.iter().map(payload).collect::<Vec<_>>(), ["first"]);
+    assert!(desk.outbox.ack(&old).unwrap());
+    assert!(!desk.outbox.ack(&again[0]).unwrap());
+    // Gone, and the next one is another one under the same id.
+    clock.advance_ms(2 * 3_600_000);
+    publish(&desk, "third");
     let new = desk.outbox.lease(9).unwrap();
-    assert_eq!(new.iter().map(payload).collect::<Vec<_>>(), ["second"]);
+    assert_eq!(new.iter().map(payload).collect::<Vec<_>>(), ["third"]);
     assert_eq!(new[0].id, old.id);
-    // Who still holds the old one cannot end the new one.
     assert!(!desk.outbox.ack(&old).unwrap());
-    assert!(desk.outbox.ack(&new[0]).unwrap());
+    assert_eq!(desk.outbox.stats().unwrap().queued_count, 1);
+}
+
+/// Story: cells filled a segment, it was due at once because time alone keeps nothing settled in
+/// it, all of them were carried over into the next one, and that was due again, for ever; at a
+/// bound on the log that evicts, a caller never came back.
+#[test]
+fn more_cells_than_a_segment_holds_are_not_copied_for_ever() {
+    let clock = clock();
+    let desk = Desk::of(options(&clock).open_in_memory().unwrap());
+    for n in 0..200 {
+        desk.put(&format!("cell-{n}"), Expected::Absent, &"v".repeat(200));
+    }
+    for _ in 0..3 {
+        desk.log.maintain().unwrap();
+    }
+    let carried = desk.log.stats().carried_count;
+    for _ in 0..3 {
+        desk.log.maintain().unwrap();
+    }
+    assert_eq!(desk.log.stats().carried_count, carried);
+    // What is deleted or written anew is not kept for ever.
+    let segments = desk.log.stats().segments_count;
+    for n in 0..200 {
+        let verdict = desk
+            .cells
+            .delete(format!("cell-{n}"), Expected::Anything)
+            .unwrap();
+        assert_eq!(verdict, CellVerdict::Deleted);
+    }
+    clock.advance_ms(2 * 3_600_000);
+    for _ in 0..3 {
+        desk.log.maintain().unwrap();
+    }
+    assert!(desk.log.stats().segments_count < segments);
+}
+
+#[test]
+fn cells_that_fill_the_log_are_refused_and_can_be_deleted() {
+    let options = options(&clock())
+        .log_bytes_max(64 * 1024)
+        .when_full(idemlog::WhenFull::EvictOldest);
+    let desk = Desk::of(options.open_in_memory().unwrap());
+    let value = "v".repeat(200);
+    let put = |n: usize| {
+        desk.cells
+            .put(format!("cell-{n}"), Expected::Anything, &value)
+    };
+    let full = (0..1000).find(|n| put(*n).is_err()).unwrap();
+    assert_eq!(put(full).unwrap_err().kind(), ErrorKind::Full);
+    for n in 0..full {
+        let verdict = desk
+            .cells
+            .delete(format!("cell-{n}"), Expected::Anything)
+            .unwrap();
+        assert_eq!(verdict, CellVerdict::Deleted);
+    }
+    desk.log.maintain().unwrap();
+    assert!(put(full).is_ok());
+}
+
+/// Story: every look at an empty queue rang the bell that it was about to wait for.
+#[test]
+fn an_idle_dispatcher_sleeps_and_is_woken_at_once() {
+    let log = Options::new().open_in_memory().unwrap();
+    let outbox = log.outbox("mail", NamespaceOptions::new()).unwrap();
+    let jobs: Namespace<Internal> = log.namespace("jobs", NamespaceOptions::new()).unwrap();
+    let dispatcher = Dispatcher::new(&outbox).backoff(Duration::from_millis(20), HOUR);
+    let (told, heard) = std::sync::mpsc::channel();
+    let stopper = dispatcher.stopper();
+    let running = std::thread::spawn(move || {
+        let began = cpu_of_this_thread();
+        let done = dispatcher.run(|entry| {
+            told.send(()).unwrap();
+            if entry.attempt == 1 {
+                let error = b"again".to_vec();
+                return Dispatched::Retry { error };
+            }
+            Dispatched::Done
+        });
+        (done, cpu_of_this_thread() - began)
+    });
+    std::thread::sleep(Duration::from_millis(500));
+    let mut claim = jobs.claim("1").unwrap().claim().unwrap();
+    let verdict = claim
+        .commit_with(Commit::new("").publish(&outbox, "mail"))
+        .unwrap();
+    assert!(matches!(verdict, CommitVerdict::Committed { .. }));
+    let committed = std::time::Instant::now();
+    // The first dispatch, and after its pause the second one.
+    for _ in 0..2 {
+        heard.recv_timeout(Duration::from_secs(20)).unwrap();
+    }
+    // Without a bell it would look again after a minute.
+    assert!(committed.elapsed() < Duration::from_secs(10));
+    stopper.stop();
+    let (done, cpu) = running.join().unwrap();
+    done.unwrap();
+    assert!(cpu < Duration::from_millis(200), "{cpu:?}");
+}
+
+/// The time that a thread has had the processor.
+fn cpu_of_this_thread() -> Duration {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
+    let nanos = text.split(' ').next().and_then(|word| word.parse().ok());
+    Duration::from_nanos(nanos.unwrap())
+}
+
+/// Story: an outbox was opened after a write had failed and been taken back; its entries lay behind
+/// that place, and were taken for what was taken back.
+#[test]
+fn an_outbox_opened_after_a_failed_write_has_all_its_entries() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    for n in 0..3 {
+        desk.done(
+            &format!("{n}"),
+            Commit::new("").publish(&desk.outbox, format!("{n}")),
+        );
+    }
+    drop(desk);
+    let log = options(&clock).open_on(disk.dir()).unwrap();
+    let small = NamespaceOptions::new().outcome_bytes_max(512);
+    let filter = log.filter("filter", small.clone().retention(HOUR)).unwrap();
+    log.sync().unwrap();
+    disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+    assert!(filter.observe("refused").is_err());
+    // The entries are carried over, behind that place.
+    for n in 0..200 {
+        let key = format!("{n}-{}", "f".repeat(180));
+        assert!(filter.observe(key).unwrap().is_new());
+    }
+    clock.advance_ms(2 * 3_600_000);
+    log.maintain().unwrap();
+    log.maintain().unwrap();
+    assert!(log.stats().carried_count >= 3);
+    let outbox = log.outbox("mail", small).unwrap();
+    assert_eq!(outbox.lease(9).unwrap().len(), 3);
+}
+
+/// Two who hold an entry, because the lease of the first has lapsed: the later word counts.
+#[test]
+fn of_two_changes_of_an_entry_the_later_one_counts() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    desk.done("1", Commit::new("").publish(&desk.outbox, "mail"));
+    let first = desk.outbox.lease(1).unwrap().remove(0);
+    clock.advance_ms(61_000);
+    let second = desk.outbox.lease(1).unwrap().remove(0);
+    assert!(desk.outbox.park(&first, b"bad").unwrap());
+    assert!(desk.outbox.nack(&second, Duration::ZERO, b"again").unwrap());
+    assert!(desk.outbox.parked().unwrap().is_empty());
+    let third = desk.outbox.lease(1).unwrap().remove(0);
+    assert_eq!(third.attempt, 3);
+    assert!(desk.outbox.ack(&first).unwrap());
+    assert!(!desk.outbox.nack(&third, Duration::ZERO, b"").unwrap());
+    assert!(desk.payloads(9).is_empty());
+}
+
+/// What cannot be read holds back nothing but itself.
+#[test]
+fn a_damaged_entry_does_not_keep_others_from_being_dispatched() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    for n in 0..6 {
+        let mail = format!("mail number {n}");
+        desk.done(&format!("{n}"), Commit::new("").publish(&desk.outbox, mail));
+    }
+    desk.fill(2);
+    desk.log.close().unwrap();
+    let disk = disk.after_kill();
+    let name = "seg-000000000001.log";
+    let mut bytes = disk.read_file(name).unwrap();
+    let at = bytes
+        .windows(13)
+        .position(|w| w == b"mail number 2")
+        .unwrap();
+    bytes[at] ^= 1;
+    disk.write_file(name, bytes);
+    let log = options(&clock).open_on(disk.dir()).unwrap();
+    assert_eq!(log.open_report().unreadable_count, 1);
+    let desk = Desk::of(log);
+    assert_eq!(desk.outbox.lease(9).unwrap().len(), 5);
+    // Nobody knows whose it was: a list without it would not be true.
+    assert_eq!(desk.log.pending().unwrap_err().kind(), ErrorKind::Damaged);
+    // It may be a claim: its segment stays, and the failure shows.
+    clock.advance_ms(2 * 3_600_000);
+    assert_eq!(desk.log.maintain().unwrap_err().kind(), ErrorKind::Damaged);
+    assert!(disk.file_names().contains(&name.to_owned()));
+}
+
+#[test]
+fn claims_of_one_group_may_advance_the_same_source() {
+    let desk = Desk::memory();
+    let (mut one, mut two) = (desk.claim("1"), desk.claim("2"));
+    let verdict = CommitAll::new()
+        .add(&mut one, Commit::new("").advance(&desk.marks, SOURCE, 0))
+        .add(&mut two, Commit::new("").advance(&desk.marks, SOURCE, 1))
+        .commit()
+        .unwrap();
+    assert!(matches!(verdict, CommitAllVerdict::Committed { .. }));
+    assert_eq!(desk.marks.safe_position(SOURCE).unwrap(), Some(1));
+}
+
+/// Found applied by somebody else, a key is done without what its owner attaches: that is told.
+#[test]
+fn a_commit_that_comes_after_a_resolve_is_told_that_nothing_was_attached() {
+    let desk = Desk::memory();
+    let small = NamespaceOptions::new().outcome_bytes_max(512);
+    let pays: Namespace<NonRepeatable> = desk.log.namespace("pays", small).unwrap();
+    let mut started = pays
+        .claim("p")
+        .unwrap()
+        .claim()
+        .unwrap()
+        .start(b"")
+        .unwrap();
+    let epoch = started.epoch();
+    let unknown = idemlog::Failure::unknown("?");
+    let copy = pays
+        .claim("q")
+        .unwrap()
+        .claim()
+        .unwrap()
+        .start(b"")
+        .unwrap();
+    assert!(copy.fail(unknown).unwrap().is_applied());
+    let doubt = match pays.get("q").unwrap() {
+        KeyState::InDoubt(doubt) => doubt,
+        other => panic!("{other:?}"),
+    };
+    assert!(doubt.epoch > epoch);
+    let applied = idemlog::Resolution::Applied(b"paid".to_vec());
+    assert!(
+        pays.resolve("q", doubt.epoch, applied)
+            .unwrap()
+            .is_applied()
+    );
+    let ticket = started.detach();
+    assert!(matches!(
+        pays.commit_ticket(&ticket, Commit::new("paid")).unwrap(),
+        CommitVerdict::Committed { .. }
+    ));
+    let late = Commit::new("paid").publish(&desk.outbox, "mail");
+    let verdict = pays.commit_ticket(&ticket, late).unwrap();
+    assert!(
+        matches!(verdict, CommitVerdict::Conflict { .. }),
+        "{verdict:?}"
+    );
+    let same = pays.commit_ticket(&ticket, Commit::new("paid")).unwrap();
+    assert_eq!(same, CommitVerdict::AlreadyCommitted);
+    assert!(desk.payloads(9).is_empty());
+}
+
+#[test]
+fn a_claim_makes_room_for_the_entry_that_it_attaches() {
+    let log = options(&clock())
+        .unsettled_count_max(2)
+        .open_in_memory()
+        .unwrap();
+    let desk = Desk::of(log);
+    let mut claims = [desk.claim("1"), desk.claim("2")];
+    for claim in &mut claims {
+        let commit = Commit::new("").publish(&desk.outbox, "mail");
+        assert!(matches!(
+            claim.commit_with(commit).unwrap(),
+            CommitVerdict::Committed { .. }
+        ));
+    }
+}
+
+#[test]
+fn entries_of_long_keys_are_acknowledged_together() {
+    let log = Options::new().background(false).open_in_memory().unwrap();
+    let desk = Desk::of(log);
+    for n in 0..20 {
+        let key = format!("{n}-{}", "k".repeat(60_000));
+        desk.done(&key, Commit::new("").publish(&desk.outbox, "mail"));
+    }
+    let leased = desk.outbox.lease(20).unwrap();
+    assert_eq!(desk.outbox.ack_many(&leased).unwrap(), 20);
 }
 
 #[test]

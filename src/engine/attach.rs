@@ -176,14 +176,18 @@ pub(crate) enum GroupCommitted {
 }
 
 /// What one member of a group is about.
-#[derive(Clone, Copy)]
 enum Role<'a> {
     Claim(usize),
     Attached {
         claim: usize,
         cell_index: usize,
         what: &'a Attached,
+    },
+    /// Numbers of one source, of all claims of the group.
+    Numbers {
         space: &'a Space,
+        epoch: Option<u64>,
+        numbers: Vec<u64>,
     },
 }
 
@@ -207,8 +211,12 @@ impl Engine {
                         claim,
                         cell_index,
                         what,
+                    }) => Ok(attached_step((*claim, *cell_index), what, entry, env)),
+                    Some(Role::Numbers {
                         space,
-                    }) => self.attached_step((*claim, *cell_index), what, space, entry, env),
+                        epoch,
+                        numbers,
+                    }) => numbers_step(space, *epoch, numbers, entry, env),
                     None => Ok(MemberStep::Nothing),
                 }
             })?;
@@ -265,58 +273,68 @@ impl Engine {
         }
         let bytes = match what {
             Attached::Cell { value, .. } => value.as_ref().map_or(0, Vec::len),
-            Attached::Entry { payload, ordering } => payload.len().max(ordering.len()),
+            Attached::Entry { payload, ordering } => payload.len() + ordering.len(),
             Attached::Numbers { .. } => 0,
         };
         check_value(space, bytes)
     }
+}
 
-    fn attached_step(
-        &self,
-        (claim, cell_index): (usize, usize),
-        what: &Attached,
-        space: &Space,
-        entry: Option<&Entry>,
-        env: &Env,
-    ) -> Result<MemberStep<Refusal>> {
-        Ok(match what {
-            Attached::Cell { expected, value } => {
-                match cell::write(entry, env, *expected, value.as_deref()) {
-                    cell::CellDecision::Write(entry) => MemberStep::Write {
-                        stamped: entry.kind == Kind::Cell,
-                        entry,
-                    },
-                    cell::CellDecision::Unchanged => MemberStep::Nothing,
-                    cell::CellDecision::Conflict(current) => {
-                        MemberStep::Refuse(Refusal::Cell(claim, cell_index, current))
-                    }
-                }
-            }
-            Attached::Numbers { epoch, numbers } => {
-                let marks = space.options.marks;
-                match advance_step(entry, env, marks, *epoch, numbers)? {
-                    Some(entry) => MemberStep::Write {
-                        entry,
-                        stamped: true,
-                    },
-                    None => MemberStep::Nothing,
-                }
-            }
-            Attached::Entry { ordering, payload } => {
-                let mut entry = Entry::new(Kind::Queued);
-                entry.state.at_ms = env.now.trusted_ms;
-                entry.queued = Some(Box::new(QueuedEntry {
-                    ordering: ordering.clone(),
-                    origin: 0,
-                }));
-                entry.outcome.clone_from(payload);
-                MemberStep::Write {
+fn attached_step(
+    (claim, cell_index): (usize, usize),
+    what: &Attached,
+    entry: Option<&Entry>,
+    env: &Env,
+) -> MemberStep<Refusal> {
+    match what {
+        Attached::Cell { expected, value } => {
+            match cell::write(entry, env, *expected, value.as_deref()) {
+                cell::CellDecision::Write(entry) => MemberStep::Write {
+                    stamped: entry.kind == Kind::Cell,
                     entry,
-                    stamped: true,
+                },
+                cell::CellDecision::Unchanged => MemberStep::Nothing,
+                cell::CellDecision::Conflict(current) => {
+                    MemberStep::Refuse(Refusal::Cell(claim, cell_index, current))
                 }
             }
-        })
+        }
+        // Its id is that of this one: it is the same message, and waits already.
+        Attached::Entry { .. } if entry.is_some_and(|entry| entry.kind.is_queued()) => {
+            MemberStep::Nothing
+        }
+        Attached::Entry { ordering, payload } => {
+            let mut entry = Entry::new(Kind::Queued);
+            entry.state.at_ms = env.now.trusted_ms;
+            entry.queued = Some(Box::new(QueuedEntry {
+                ordering: ordering.clone(),
+                origin: 0,
+            }));
+            entry.outcome.clone_from(payload);
+            MemberStep::Write {
+                entry,
+                stamped: true,
+            }
+        }
+        Attached::Numbers { .. } => MemberStep::Nothing,
     }
+}
+
+fn numbers_step(
+    space: &Space,
+    epoch: Option<u64>,
+    numbers: &[u64],
+    entry: Option<&Entry>,
+    env: &Env,
+) -> Result<MemberStep<Refusal>> {
+    let next = advance_step(entry, env, space.options.marks, epoch, numbers)?;
+    Ok(match next {
+        Some(entry) => MemberStep::Write {
+            entry,
+            stamped: true,
+        },
+        None => MemberStep::Nothing,
+    })
 }
 
 /// Refuses a value over the limit of its namespace.
@@ -355,19 +373,53 @@ fn members_of<'a>(
         })
     });
     for ((claim, cell_index, attachment), key) in attached.zip(keys) {
+        let role = match &attachment.what {
+            Attached::Numbers { epoch, numbers } => {
+                let space = attachment.space.as_ref();
+                if let Some(known) = known_numbers(&members, &mut roles, (space.id, key), *epoch) {
+                    known.extend(numbers);
+                    continue;
+                }
+                Role::Numbers {
+                    space,
+                    epoch: *epoch,
+                    numbers: numbers.clone(),
+                }
+            }
+            what => Role::Attached {
+                claim,
+                cell_index,
+                what,
+            },
+        };
         members.push(Member {
             space: &attachment.space,
             key,
             retention: Retention::Forever,
         });
-        roles.push(Role::Attached {
-            claim,
-            cell_index,
-            what: &attachment.what,
-            space: &attachment.space,
-        });
+        roles.push(role);
     }
     (members, roles)
+}
+
+/// Finds the numbers of a source that another claim of the group has brought.
+fn known_numbers<'r>(
+    members: &[Member<'_>],
+    roles: &'r mut [Role<'_>],
+    (space, source): (u16, &[u8]),
+    asked: Option<u64>,
+) -> Option<&'r mut Vec<u64>> {
+    members
+        .iter()
+        .zip(roles)
+        .find_map(|(member, role)| match role {
+            Role::Numbers { epoch, numbers, .. }
+                if (member.space.id, member.key) == (space, source) && *epoch == asked =>
+            {
+                Some(numbers)
+            }
+            _ => None,
+        })
 }
 
 /// One frame says one thing of each key.

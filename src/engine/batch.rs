@@ -601,7 +601,7 @@ impl<C: EffectClass> Namespace<C> {
             },
             is_known: true,
         };
-        engine.update_many(
+        let updated = engine.update_many(
             batch,
             &mut answers,
             |index, entry, env| match claims.get(index) {
@@ -612,15 +612,15 @@ impl<C: EffectClass> Namespace<C> {
                 let commit = claims.get(index).map(|(_, _, commit, _)| commit);
                 commit.map_or(self.space.options.retention, |c| self.commit_retention(c))
             },
-        )?;
-        for rests in attached
-            .iter()
-            .flatten()
-            .flatten()
-            .filter_map(|(_, rests)| *rests)
-        {
-            engine.ensure(rests.end, rests.failures, level)?;
-        }
+        );
+        let is_apart = attached.iter().flatten().any(Result::is_ok);
+        updated.map_err(|e| if is_apart { e.maybe_applied() } else { e })?;
+        let ensure = |(committed, rests): Grouping| match rests {
+            None => Ok(committed),
+            Some(on) => engine
+                .ensure(on.end, on.failures, level)
+                .map(|()| committed),
+        };
         let decided = answers.into_iter().flatten();
         let mut verdicts = Vec::with_capacity(items.len());
         for ((((key, _, commit, checked), decided), attached), (guard, _)) in claims
@@ -631,7 +631,8 @@ impl<C: EffectClass> Namespace<C> {
         {
             let verdict = match attached {
                 Some(attached) => attached
-                    .and_then(|(committed, _)| self.attached_verdict(&key, committed, commit)),
+                    .and_then(ensure)
+                    .and_then(|committed| self.attached_verdict(&key, committed, commit)),
                 None => checked.and(decided).and_then(|decided| {
                     let position = decided.written.map(|(_, position)| position);
                     self.commit_verdict(&key, decided.answer, position, commit)

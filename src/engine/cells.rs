@@ -8,6 +8,7 @@ use super::handle::Handle;
 use super::namespace::Space;
 use crate::error::Result;
 use crate::format::record::Kind;
+use crate::format::to_usize;
 use crate::key::check_key;
 use crate::model::cell;
 use crate::model::cell::CellDecision;
@@ -79,7 +80,12 @@ impl Cells {
         }];
         let levels = GroupLevels {
             level: engine.level(self.space.options.durability, None),
-            reserved_bytes: 0,
+            // A deletion fits whatever the bound: it is the way back from it.
+            reserved_bytes: if value.is_none() {
+                to_usize(engine.options.segment_bytes)
+            } else {
+                0
+            },
         };
         let grouped = engine.update_group(&member, levels, |_, entry, env| {
             Ok(match cell::write(entry, env, expected, value) {

@@ -16,6 +16,7 @@ use super::ticket::Ticket;
 use super::update::{Levels, Step, Write};
 use crate::error::Error;
 use crate::error::Result;
+use crate::format::record::FLAG_ATTACHED;
 use crate::key::derive_key;
 use crate::model::claim as model;
 use crate::model::claim::{ChangeDecision, Entry, Env};
@@ -616,7 +617,8 @@ pub(crate) fn commit_step(
     epoch: Stamp,
     commit: &Commit,
 ) -> Step<Committed> {
-    match model::commit(entry, env, epoch, commit.outcome.as_deref()) {
+    let outcome = commit.outcome.as_deref();
+    match model::commit(entry, env, epoch, outcome, !commit.attached.is_empty()) {
         ChangeDecision::Write { entry, late } => Step::Write(
             Write {
                 entry: told_until(entry, env, commit),
@@ -641,8 +643,12 @@ pub(crate) fn is_end(verdict: &CommitVerdict) -> bool {
     !matches!(verdict, CommitVerdict::CellConflict { .. })
 }
 
-/// Notes how long the outcome is told, where that is less than the key is remembered.
+/// Notes that something was attached, and how long the outcome is told, where that is less than
+/// the key is remembered.
 fn told_until(mut entry: Entry, env: &Env, commit: &Commit) -> Entry {
+    if !commit.attached.is_empty() {
+        entry.flags |= FLAG_ATTACHED;
+    }
     if let Some(retention) = commit.outcome_retention {
         let until_s = retention.expires_at_s(env.now.latest_ms);
         let is_less = until_s != 0 && (entry.expires_at_s == 0 || until_s < entry.expires_at_s);

@@ -135,6 +135,9 @@ pub(crate) struct UnsettledEntry {
     pub(crate) owed_bytes: u32,
 }
 
+/// Stands for the namespace of a record that cannot be read: no namespace gets this number.
+pub(crate) const NAMESPACE_UNKNOWN: u16 = u16::MAX;
+
 /// A namespace in force.
 #[derive(Clone, Debug)]
 pub(crate) struct KnownNamespace {
@@ -410,6 +413,7 @@ impl Core {
             .range(range)
             .map(|(at, _)| Position::from_u64(*at).offset())
             .collect();
+        self.hold(offsets.len(), trusted_ms);
         for list in offsets.chunks(UNSETTLED_LIST_MAX) {
             self.writer
                 .append_with(|image, seed| encode_unsettled(list, image, seed));
@@ -424,6 +428,17 @@ impl Core {
         self.writer
             .append_with(|image, seed| seal.encode(image, seed));
         self.tally.unsettled_count = offsets.len();
+    }
+
+    /// Lets a segment that ends with many unsettled records stay for a while: time alone keeps none
+    /// of them, so it would be due at once, and what is copied out of it would fill the next one,
+    /// which is due at once. Said before the segment is frozen, because what supersedes a record
+    /// of it must outlive it.
+    fn hold(&mut self, unsettled_count: usize, trusted_ms: u64) {
+        if is_mostly_kept(unsettled_count, self.tally.records_count()) {
+            let until_s = to_seconds(trusted_ms).saturating_add(HOLD_S);
+            self.tally.drop_at = self.tally.drop_at.max(DropTime::from_disk(until_s));
+        }
     }
 
     /// Puts runs that were built again, newest first, in the place of one.
@@ -517,6 +532,14 @@ impl Older {
                 .map_or(DropTime::NOW, DropTime::from_disk),
         }
     }
+}
+
+/// How long a segment stays at least that is mostly kept, in seconds.
+const HOLD_S: u32 = 3600;
+
+/// Says whether more than a quarter of a segment's records would have to be copied if it went.
+pub(crate) fn is_mostly_kept(unsettled_count: usize, records_count: u32) -> bool {
+    unsettled_count > to_usize(records_count) / 4
 }
 
 pub(crate) fn to_seconds(trusted_ms: u64) -> u32 {

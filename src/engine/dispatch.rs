@@ -8,8 +8,9 @@ use std::time::Duration;
 use super::outbox::{Outbox, OutboxEntry};
 use crate::error::{Error, Result};
 
-/// The longest wait before the queue is looked at anyway.
-const WAIT_MAX: Duration = Duration::from_secs(1);
+/// The longest wait before the queue is looked at anyway: only time that is not ours can make
+/// something due unnoticed.
+const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// What became of one dispatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -120,15 +121,23 @@ impl Dispatcher {
     /// `Poisoned`, `Closed`, `Full`, `Damaged`, `Io`: what was delivered and not acknowledged is
     /// dispatched again.
     pub fn run_due(&self, deliver: &mut dyn FnMut(&OutboxEntry) -> Dispatched) -> Result<usize> {
+        self.run_until_none_is_due(deliver).map(|(done, _)| done)
+    }
+
+    /// The same; says too when the next one will be due, if time alone decides that.
+    fn run_until_none_is_due(
+        &self,
+        deliver: &mut dyn FnMut(&OutboxEntry) -> Dispatched,
+    ) -> Result<(usize, Option<Duration>)> {
         let mut done = 0;
-        loop {
-            let leased = self.outbox.lease(self.batch)?;
-            if leased.is_empty() || self.is_stopped() {
-                self.outbox.give_back(&leased)?;
-                return Ok(done);
+        while !self.is_stopped() {
+            let leased = self.outbox.lease_or_when(self.batch)?;
+            if leased.entries.is_empty() {
+                return Ok((done, leased.next_in));
             }
-            done += self.deliver_all(leased, deliver)?;
+            done += self.deliver_all(leased.entries, deliver)?;
         }
+        Ok((done, None))
     }
 
     fn deliver_all(
@@ -185,17 +194,9 @@ impl Dispatcher {
         let bell = &self.outbox.handle.engine.background.bell;
         while !self.is_stopped() {
             let rings_count = bell.rings_count();
-            self.run_due(&mut deliver)?;
-            let leased = self.outbox.lease_or_when(1)?;
-            if !leased.entries.is_empty() {
-                self.outbox.give_back(&leased.entries)?;
-                continue;
-            }
+            let (_, next_in) = self.run_until_none_is_due(&mut deliver)?;
             if !self.is_stopped() {
-                bell.wait(
-                    rings_count,
-                    leased.next_in.unwrap_or(WAIT_MAX).min(WAIT_MAX),
-                );
+                bell.wait(rings_count, next_in.unwrap_or(WAIT_MAX).min(WAIT_MAX));
             }
         }
         Ok(())

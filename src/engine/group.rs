@@ -9,7 +9,7 @@ use super::namespace::Space;
 use super::pass::{Rests, later};
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{HEADER_BYTES, Kind, Record};
+use crate::format::record::{HEADER_BYTES, Kind, PART_HEADER_BYTES, Record};
 use crate::index::active::ActiveTable;
 use crate::log::sync::FailureCount;
 use crate::model::claim::{Entry, Env};
@@ -17,6 +17,9 @@ use crate::model::outbox::Queued;
 use crate::options::{Durability, Retention};
 use crate::position::Position;
 use crate::stamp::Stamp;
+
+/// Bytes of the parts that a record may get when it is carried over.
+const CARRY_BYTES: usize = 2 * (PART_HEADER_BYTES + 8);
 
 /// One key of a group.
 #[derive(Clone, Copy)]
@@ -199,12 +202,14 @@ impl Engine {
         core: &Core,
         planned: &[(usize, Wanted<'_>, Option<Older>, Entry, bool)],
     ) -> Result<()> {
-        let is_new = |(_, _, older, entry, _): &&(_, _, Option<Older>, Entry, _)| {
-            entry.kind.is_unsettled() && !older.is_some_and(|older| older.kind.is_unsettled())
-        };
-        let more = planned.iter().filter(is_new).count();
+        let (mut more, mut fewer) = (0, 0);
+        for (_, _, older, entry, _) in planned {
+            let was = older.is_some_and(|older| older.kind.is_unsettled());
+            more += usize::from(entry.kind.is_unsettled() && !was);
+            fewer += usize::from(was && !entry.kind.is_unsettled());
+        }
         let max = self.options.unsettled_count_max;
-        if more > 0 && core.unsettled.len() + more > max {
+        if more > fewer && core.unsettled.len() + more - fewer > max {
             return Err(Error::new(
                 ErrorKind::Full,
                 format!(
@@ -229,6 +234,10 @@ impl Engine {
             return Ok(None);
         }
         let bytes = |planned: &Planned<'_>| record_of(planned, 0, core, now).frame_bytes();
+        for planned in ready {
+            // What is added to it when it is carried over or changes.
+            self.check_frame(bytes(planned) + CARRY_BYTES)?;
+        }
         let header = if ready.len() > 1 { HEADER_BYTES } else { 0 };
         let frame_bytes = header + ready.iter().map(bytes).sum::<usize>();
         self.check_frame(frame_bytes)?;
@@ -264,6 +273,9 @@ impl Engine {
         let failures = FailureCount::new(core.failures);
         let is_group = ready.len() > 1;
         if is_group {
+            if !core.writer.has_unwritten() {
+                self.background.dirty();
+            }
             core.writer.begin_group();
             self.counters.appended_bytes.add(HEADER_BYTES as u64);
         }
@@ -324,6 +336,7 @@ pub(crate) fn queued_of(entry: &Entry, position: Position, failures: usize) -> Q
     Queued {
         position,
         failures,
+        changed_at: position,
         at_ms: entry.state.at_ms,
         ordering: None,
         not_before_ms: entry.state.until_ms,

@@ -1,8 +1,7 @@
 //! Lists of what is not settled.
 
 use super::Engine;
-use super::core::{KnownNamespace, UnsettledEntry};
-use super::lookup::read_error;
+use super::core::{KnownNamespace, NAMESPACE_UNKNOWN, UnsettledEntry};
 use super::namespace::{Space, age};
 use crate::error::Result;
 use crate::model::claim::{Entry, view};
@@ -24,6 +23,11 @@ impl Engine {
         };
         let mut list = Vec::new();
         for (at, entry, namespace) in entries {
+            if entry.namespace == NAMESPACE_UNKNOWN {
+                // A list without it would not be true: this is an error.
+                self.read_at(Position::from_u64(at), |_| ())?;
+                continue;
+            }
             let Some(namespace) = namespace.filter(|n| n.kind.has_claims()) else {
                 continue;
             };
@@ -47,24 +51,9 @@ impl Engine {
         let own = |record: &crate::format::record::Record<'_>| {
             (record.key.to_vec(), Entry::of_record(record))
         };
-        let (segment, in_image) = {
-            let core = self.core();
-            if position.segment() == core.writer.segment.id {
-                let read = core
-                    .writer
-                    .read_image(position.offset(), |f| f.record().map(|r| own(&r)));
-                (Some(core.writer.segment.clone()), read)
-            } else {
-                (core.view.segment(position.segment()).cloned(), None)
-            }
-        };
-        let Some(segment) = segment else {
+        let Some((key, entry)) = self.read_at(position, own)? else {
             return Ok(None);
         };
-        let read = in_image.unwrap_or_else(|| {
-            segment.read(position.offset(), |frame| frame.record().map(|r| own(&r)))
-        });
-        let (key, entry) = read.map_err(|e| read_error(e, &segment, position.offset()))?;
         let space = Space {
             id: unsettled.namespace,
             name: namespace.name,

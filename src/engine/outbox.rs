@@ -9,14 +9,15 @@ use super::group::{GroupLevels, Grouped, Member, MemberStep, Written, place_of, 
 use super::handle::Handle;
 use super::lookup::read_error;
 use super::namespace::{Space, to_ms};
-use crate::error::{Error, Result};
-use crate::format::record::{Kind, Record};
+use super::pass::{Rests, later};
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::{FRAME_BYTES_MAX, Kind, Record};
 use crate::format::to_usize;
 use crate::key::derive_key;
 use crate::log::sync::FailureCount;
 use crate::model::claim::{Entry, Env};
-use crate::model::outbox::{Moment, Queue};
-use crate::options::Retention;
+use crate::model::outbox::{Moment, Picked, Queue, Queued};
+use crate::options::{Durability, Retention};
 use crate::position::Position;
 use crate::stamp::Stamp;
 
@@ -123,56 +124,69 @@ impl Outbox {
             entries: Vec::new(),
             next_in: None,
         };
-        let mut newest: Option<(Position, FailureCount)> = None;
+        let mut rests: Option<Rests> = None;
+        let mut damaged: Option<Error> = None;
         loop {
-            let wanted = count - leased.entries.len();
-            let (places, next_in_ms) = self.pick(wanted)?;
-            leased.next_in = next_in_ms.map(Duration::from_millis);
-            if places.is_empty() {
+            let picked = self.pick(count - leased.entries.len())?;
+            leased.next_in = picked.next_in_ms.map(Duration::from_millis);
+            if picked.places.is_empty() {
                 break;
             }
-            for place in places {
+            let mut places = picked.places.into_iter();
+            while let Some(place) = places.next() {
                 match engine.outbox_entry(&self.space, place) {
-                    Ok(Some((entry, position, failures))) => {
-                        if newest.is_none_or(|(newest, _)| newest < position) {
-                            newest = Some((position, failures));
-                        }
-                        leased.entries.push(entry);
+                    Ok(Looked::Found(entry, on)) => {
+                        rests = later(rests, on);
+                        leased.entries.push(*entry);
                     }
-                    // It was acknowledged, or its commit was taken back.
-                    Ok(None) => engine.with_queue(&self.space, |queue| queue.remove(place))?,
+                    Ok(Looked::Gone(seen)) => {
+                        engine.with_queue(&self.space, |queue| queue.remove_same(place, &seen))?;
+                    }
+                    // Asked again when the lease has lapsed.
+                    Ok(Looked::Unknown) => {}
+                    Err(error) if error.kind() == ErrorKind::Damaged => damaged = Some(error),
                     Err(error) => {
-                        self.give_back(&leased.entries)?;
+                        let taken = leased.entries.iter().map(|entry| entry.place);
+                        self.release(taken.chain([place]).chain(places))?;
                         return Err(error);
                     }
                 }
             }
         }
-        if let Some((position, failures)) = newest {
+        if let Some(on) = rests {
             let level = engine.level(self.space.options.durability, None);
-            if let Err(error) = engine.ensure(position.after(), failures, level) {
+            if let Err(error) = engine.ensure(on.end, on.failures, level) {
                 self.give_back(&leased.entries)?;
                 return Err(error);
             }
         }
-        Ok(leased)
+        // One that cannot be read holds back no other.
+        match damaged {
+            Some(error) if leased.entries.is_empty() => Err(error),
+            _ => Ok(leased),
+        }
     }
 
-    fn pick(&self, count: usize) -> Result<(Vec<u64>, Option<u64>)> {
+    fn pick(&self, count: usize) -> Result<Picked> {
         let engine = &self.handle.engine;
         let now = engine.now();
         let until_ms = now.boot_ms.saturating_add(to_ms(self.space.options.lease));
-        engine.with_queue(&self.space, |queue| {
-            let picked = queue.pick(
-                count,
-                Moment {
-                    trusted_ms: now.trusted_ms,
-                    boot_ms: now.boot_ms,
-                },
-            );
-            queue.lease(&picked.places, until_ms);
-            (picked.places, picked.next_in_ms)
-        })
+        let moment = Moment {
+            trusted_ms: now.trusted_ms,
+            boot_ms: now.boot_ms,
+        };
+        engine.with_queue(&self.space, |queue| queue.lease(count, moment, until_ms))
+    }
+
+    fn release(&self, places: impl Iterator<Item = u64>) -> Result<()> {
+        let engine = &self.handle.engine;
+        let released = engine.with_queue(&self.space, |queue| {
+            places.filter(|place| queue.release(*place)).count()
+        })?;
+        if released > 0 {
+            engine.background.bell.ring();
+        }
+        Ok(())
     }
 
     /// Lets others at leased entries again, without counting an attempt.
@@ -180,12 +194,7 @@ impl Outbox {
     /// # Errors
     /// `Closed`, `Poisoned`.
     pub fn give_back(&self, entries: &[OutboxEntry]) -> Result<()> {
-        let engine = &self.handle.engine;
-        engine.with_queue(&self.space, |queue| {
-            entries.iter().for_each(|entry| queue.release(entry.place));
-        })?;
-        engine.background.bell.ring();
-        Ok(())
+        self.release(entries.iter().map(|entry| entry.place))
     }
 
     /// Says that an entry was dispatched: it is gone, durably. `false`: it was gone before.
@@ -202,20 +211,38 @@ impl Outbox {
     /// # Errors
     /// As [`Outbox::ack`], for those that were not acknowledged before the error.
     pub fn ack_many(&self, entries: &[OutboxEntry]) -> Result<usize> {
+        let engine = &self.handle.engine;
         let mut gone = 0;
-        // A frame has room for so many short records in the smallest segments.
-        for entries in entries.chunks(16) {
-            let written = self.change_many(entries, |_, _| Entry::new(Kind::Forgotten))?;
+        let mut rest = entries;
+        while !rest.is_empty() {
+            let (now, later) = rest.split_at(self.fits_one_frame(rest));
+            rest = later;
+            let (written, _) =
+                self.change_many(now, Bound::Owed, |_, _| Entry::new(Kind::Forgotten))?;
             gone += written.iter().flatten().count();
-            self.handle.engine.with_queue(&self.space, |queue| {
-                for (entry, _) in entries.iter().zip(written).filter(|(_, at)| at.is_some()) {
+            engine.with_queue(&self.space, |queue| {
+                for (entry, _) in now.iter().zip(written).filter(|(_, at)| at.is_some()) {
                     queue.remove(entry.place);
                 }
             })?;
         }
-        // The next one of an ordering key may be due now.
-        self.handle.engine.background.bell.ring();
+        if gone > 0 {
+            // The next one of an ordering key may be due now.
+            engine.background.bell.ring();
+        }
         Ok(gone)
+    }
+
+    /// Returns how many of these can be ended by one frame in any segment.
+    fn fits_one_frame(&self, entries: &[OutboxEntry]) -> usize {
+        let segment_bytes = to_usize(self.handle.engine.options.segment_bytes);
+        let bytes_max = (segment_bytes / 4).min(FRAME_BYTES_MAX / 2);
+        let mut bytes = 0;
+        let fits = entries.iter().take_while(|entry| {
+            bytes += 64 + entry.namespace.len() + entry.key.len();
+            bytes <= bytes_max
+        });
+        fits.count().clamp(1, 16)
     }
 
     /// Says that a dispatch failed: it is due again after a pause. `false`: it is gone.
@@ -262,8 +289,8 @@ impl Outbox {
         let places = engine.with_queue(&self.space, |queue| queue.parked())?;
         let mut entries = Vec::new();
         for place in places {
-            if let Some((entry, ..)) = engine.outbox_entry(&self.space, place)? {
-                entries.push(entry);
+            if let Looked::Found(entry, _) = engine.outbox_entry(&self.space, place)? {
+                entries.push(*entry);
             }
         }
         Ok(entries)
@@ -292,46 +319,52 @@ impl Outbox {
         entry: &OutboxEntry,
         change: impl Fn(&Entry, &Env) -> Entry,
     ) -> Result<bool> {
-        let written = self.change_many(std::slice::from_ref(entry), change)?;
         let engine = &self.handle.engine;
-        let Some(written) = written.into_iter().flatten().next() else {
+        let own = std::slice::from_ref(entry);
+        let (written, changed) = self.change_many(own, Bound::Kept, change)?;
+        let written = written.into_iter().flatten().next();
+        let (Some(written), Some(changed)) = (written, changed) else {
             return Ok(false);
         };
-        let changed = engine.read_at(written.position, Entry::of_record)?;
-        if let Some(changed) = changed.filter(is_entry) {
-            let failures = engine.core().failures;
-            let mut queued = queued_of(&changed, written.position, failures);
+        {
+            let mut core = engine.core();
+            let mut queued = queued_of(&changed, written.position, core.failures);
             queued.ordering = engine.ordering_of(&changed);
-            engine.with_queue(&self.space, |queue| queue.put(entry.place, queued))?;
+            if let Some(queue) = core.outboxes.get_mut(&self.space.id) {
+                queue.change(entry.place, queued);
+            }
         }
         engine.background.bell.ring();
         Ok(true)
     }
 
-    /// Changes entries that are still the ones that were leased; says which were.
+    /// Changes entries that are still the ones that were leased; says which were, and what the last
+    /// of them has become.
     fn change_many(
         &self,
         entries: &[OutboxEntry],
+        bound: Bound,
         change: impl Fn(&Entry, &Env) -> Entry,
-    ) -> Result<Vec<Option<Written>>> {
+    ) -> Result<(Vec<Option<Written>>, Option<Entry>)> {
         let engine = &self.handle.engine;
         let keys: Vec<Vec<u8>> = entries
             .iter()
             .map(|entry| entry_key(&entry.namespace, &entry.key, entry.index))
             .collect();
-        let members: Vec<Member<'_>> = keys
-            .iter()
-            .map(|key| Member {
-                space: &self.space,
-                key,
-                retention: Retention::Forever,
-            })
-            .collect();
+        let member = |key| Member {
+            space: &self.space,
+            key,
+            retention: Retention::Forever,
+        };
+        let members: Vec<Member<'_>> = keys.iter().map(|key| member(key)).collect();
         let levels = GroupLevels {
             level: engine.level(self.space.options.durability, None),
-            // What ends an entry must fit, whatever the bound.
-            reserved_bytes: to_usize(engine.options.segment_bytes),
+            reserved_bytes: match bound {
+                Bound::Owed => to_usize(engine.options.segment_bytes),
+                Bound::Kept => 0,
+            },
         };
+        let mut last = None;
         let decide = |index: usize, found: Option<&Entry>, env: &Env| {
             let own = entries.get(index).map(|entry| entry.stamp);
             let found = found.filter(|found| is_entry(found) && Some(found.epoch()) == own);
@@ -341,6 +374,7 @@ impl Outbox {
                     if let Some(queued) = &mut next.queued {
                         queued.origin = entry.place;
                     }
+                    last = Some(next.clone());
                     MemberStep::Write {
                         entry: next,
                         stamped: false,
@@ -351,10 +385,27 @@ impl Outbox {
         };
         let grouped: Grouped<()> = engine.update_group(&members, levels, decide)?;
         Ok(match grouped {
-            Grouped::Written(written) => written,
-            Grouped::Refused(..) => Vec::new(),
+            Grouped::Written(written) => (written, last),
+            Grouped::Refused(()) => (Vec::new(), None),
         })
     }
+}
+
+/// Whether the bound on the log counts.
+#[derive(Clone, Copy)]
+enum Bound {
+    /// No: what ends an entry makes room.
+    Owed,
+    Kept,
+}
+
+/// What a look at one entry comes to.
+enum Looked {
+    Found(Box<OutboxEntry>, Rests),
+    /// It is certain that the log has it no more, as it was in the queue.
+    Gone(Queued),
+    /// Its newest record is not certain yet.
+    Unknown,
 }
 
 fn is_entry(entry: &Entry) -> bool {
@@ -375,7 +426,7 @@ impl Engine {
     fn fill_outbox(&self, space: &Space) -> Result<()> {
         // Nothing is carried over meanwhile, and nobody can publish: this is the first handle.
         let _one_at_a_time = self.maintenance();
-        let places: Vec<Position> = {
+        let (places, failures): (Vec<Position>, usize) = {
             let core = self.core();
             if core.outboxes.contains_key(&space.id) {
                 return Ok(());
@@ -384,7 +435,8 @@ impl Engine {
                 .unsettled
                 .iter()
                 .filter(|(_, e)| e.namespace == space.id);
-            own.map(|(at, _)| Position::from_u64(*at)).collect()
+            let places = own.map(|(at, _)| Position::from_u64(*at)).collect();
+            (places, core.failures)
         };
         let mut queue = Queue::default();
         for position in places {
@@ -392,7 +444,7 @@ impl Engine {
             let Some(entry) = read.filter(is_entry) else {
                 continue;
             };
-            let mut queued = queued_of(&entry, position, 0);
+            let mut queued = queued_of(&entry, position, failures);
             queued.ordering = self.ordering_of(&entry);
             queue.put(place_of(&entry, position), queued);
         }
@@ -407,50 +459,50 @@ impl Engine {
         Ok(act(core.outboxes.entry(space.id).or_default()))
     }
 
-    /// Reads the entry of this place; `None` if it is gone.
-    fn outbox_entry(
-        &self,
-        space: &Space,
-        place: u64,
-    ) -> Result<Option<(OutboxEntry, Position, FailureCount)>> {
+    /// Reads the entry of this place.
+    fn outbox_entry(&self, space: &Space, place: u64) -> Result<Looked> {
         loop {
-            let Some(queued) = self.with_queue(space, |queue| queue.get(place).copied())? else {
-                return Ok(None);
+            let Some(seen) = self.with_queue(space, |queue| queue.get(place).copied())? else {
+                return Ok(Looked::Unknown);
             };
-            let failures = FailureCount::new(queued.failures);
-            if self
-                .syncer
-                .was_taken_back(queued.position.after(), failures)
-            {
-                return Ok(None);
-            }
+            let end = seen.position.after();
+            let failures = FailureCount::new(seen.failures);
             let own = |record: &Record<'_>| (record.key.to_vec(), record.namespace);
-            let read = self.read_at(queued.position, own);
-            // Looked at again: it may have been taken back between the two.
-            if read.is_err()
-                && self
-                    .syncer
-                    .was_taken_back(queued.position.after(), failures)
-            {
-                return Ok(None);
+            let read = self.read_at(seen.position, own);
+            // Asked after the reading: it may have been taken back meanwhile.
+            if self.syncer.was_taken_back(end, failures) {
+                return Ok(Looked::Gone(seen));
             }
             let Some((key, namespace)) = read? else {
                 // Its segment is gone: it was carried over meanwhile, or settled.
-                if self.with_queue(space, |queue| queue.get(place) == Some(&queued))? {
-                    return Ok(None);
+                if self.with_queue(space, |queue| queue.get(place) == Some(&seen))? {
+                    return Ok(Looked::Gone(seen));
                 }
                 continue;
             };
             let located = self.locate(self.wanted(namespace, &key), Entry::of_record)?;
-            let Some(hit) = located.hit.filter(|hit| is_entry(&hit.taken)) else {
-                return Ok(None);
+            let Some(hit) = located.hit else {
+                return Ok(Looked::Gone(seen));
+            };
+            let on = Rests {
+                end: hit.older.position.after(),
+                failures: located.failures,
             };
             let position = hit.older.position;
-            if namespace != space.id || place_of(&hit.taken, position) != place {
-                return Ok(None);
+            let is_own = namespace == space.id
+                && is_entry(&hit.taken)
+                && place_of(&hit.taken, position) == place;
+            if is_own {
+                let entry = public_entry(space, &key, hit.taken, place)?;
+                return Ok(Looked::Found(Box::new(entry), on));
             }
-            let entry = public_entry(space, &key, hit.taken, place)?;
-            return Ok(Some((entry, position, located.failures)));
+            // Something newer says that it is gone: that may be taken back until it is written.
+            return Ok(
+                match self.ensure(on.end, on.failures, Durability::Process) {
+                    Ok(()) => Looked::Gone(seen),
+                    Err(_) => Looked::Unknown,
+                },
+            );
         }
     }
 
@@ -487,7 +539,7 @@ impl Engine {
 fn public_entry(space: &Space, key: &[u8], entry: Entry, place: u64) -> Result<OutboxEntry> {
     let Some((namespace, index, key)) = parse_entry_key(key) else {
         return Err(Error::new(
-            crate::error::ErrorKind::Damaged,
+            ErrorKind::Damaged,
             format!(
                 "outbox entry has a key of another form: outbox={}",
                 space.name

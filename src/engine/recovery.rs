@@ -19,7 +19,10 @@ use std::sync::{Arc, RwLock};
 use super::Engine;
 use super::background::Signals;
 use super::catalog::Catalog;
-use super::core::{Core, Frozen, KnownNamespace, Sealed, Tally, UnsettledEntry, View, to_seconds};
+use super::core::{
+    Core, Frozen, KnownNamespace, NAMESPACE_UNKNOWN, Sealed, Tally, UnsettledEntry, View,
+    to_seconds,
+};
 use super::hint::read_hint;
 use super::open::{find_orphans, open_segment, remove_orphans};
 use super::poison::Poison;
@@ -40,6 +43,7 @@ use crate::log::segment::SegmentFile;
 use crate::log::sync::Syncer;
 use crate::log::sync::primitives::Mutex;
 use crate::log::writer::Writer;
+use crate::model::retention::DropTime;
 use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, next_generation};
@@ -102,6 +106,8 @@ fn replay_on(
             }
             Item::Seal(seal) => {
                 out.trusted_ms = out.trusted_ms.max(seal.trusted_ms);
+                // It may stay longer than its records say.
+                out.tally.drop_at = out.tally.drop_at.max(DropTime::from_disk(seal.drop_at_s));
                 listed_count = Some(to_usize(seal.unsettled_count));
             }
             Item::Unsettled => {}
@@ -370,6 +376,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
     engine.seal_all_recovered(frozen)?;
     engine.gather_unsettled(listed, unsettled)?;
     engine.report.unsettled_count = engine.unsettled_count();
+    engine.report.unreadable_count = engine.unreadable_count();
     Ok(engine)
 }
 
@@ -385,6 +392,15 @@ fn sync_drops(dir: &dyn Dir, manifest: &Manifest) -> Result<()> {
 impl Engine {
     fn unsettled_count(&self) -> u64 {
         self.core().unsettled.len() as u64
+    }
+
+    fn unreadable_count(&self) -> u64 {
+        let core = self.core();
+        let unknown = core
+            .unsettled
+            .values()
+            .filter(|e| e.namespace == NAMESPACE_UNKNOWN);
+        unknown.count() as u64
     }
 
     /// Seals the segments that were full, oldest first. Each begins when the one before it ends.
@@ -452,6 +468,10 @@ impl Engine {
             let Some(segment) = view.segment(position.segment()) else {
                 continue;
             };
+            if namespace == NAMESPACE_UNKNOWN {
+                found.push((position, namespace));
+                continue;
+            }
             let key = read_key(segment, position.offset())?.1;
             let wanted = self.wanted(namespace, &key);
             let located = match self.locate(wanted, |_| ()) {
@@ -479,7 +499,7 @@ impl Engine {
         let all = found.into_iter().chain(active);
         let mut in_active = 0;
         for (position, namespace) in all {
-            if !core.namespaces.contains_key(&namespace) {
+            if namespace != NAMESPACE_UNKNOWN && !core.namespaces.contains_key(&namespace) {
                 continue;
             }
             in_active += usize::from(position.segment() == core.writer.segment.id);
@@ -513,7 +533,12 @@ fn footer_records(sealed: &Sealed) -> Result<Vec<(Position, u16)>> {
     let segment = &sealed.segment;
     let mut records = Vec::new();
     for offset in footer_offsets(sealed)? {
-        let (namespace, _key) = read_key(segment, offset)?;
+        let namespace = match read_key(segment, offset) {
+            Ok((namespace, _key)) => namespace,
+            // It costs its own key, and keeps its segment: nobody can say that it is settled.
+            Err(error) if error.kind() == ErrorKind::Damaged => NAMESPACE_UNKNOWN,
+            Err(error) => return Err(error),
+        };
         records.push((Position::new(segment.id, offset), namespace));
     }
     Ok(records)

@@ -250,7 +250,7 @@ impl Repair {
         let mut report = plan.report();
         let mut unnamed = BTreeSet::new();
         let salvaged = plan.log.read(from, &mut |piece| {
-            let Piece::Record(record) = piece else {
+            let Piece::Record(_, record) = piece else {
                 return Ok(());
             };
             match plan.kinds.get(&record.namespace) {
@@ -644,7 +644,7 @@ impl Writer<'_> {
     fn take(&mut self, piece: Piece<'_>) -> Result<()> {
         match piece {
             Piece::Lost => self.doubt(),
-            Piece::Record(record) => {
+            Piece::Record(position, mut record) => {
                 let Some(kind) = self.plan.kinds.get(&record.namespace) else {
                     return Ok(());
                 };
@@ -658,6 +658,10 @@ impl Writer<'_> {
                 }
                 if self.plan.any_lost && !kind.has_claims() && *kind != NamespaceKind::Filter {
                     self.note_attached(&record);
+                }
+                if record.kind.is_queued() {
+                    // Its place in the order is where it was first.
+                    record.parts.origin = record.parts.origin.or(Some(position.get()));
                 }
                 self.kept_count += 1;
                 self.put(&record)

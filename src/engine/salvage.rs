@@ -63,7 +63,8 @@ pub(super) struct OldLog {
 
 /// What the log says, one after the other.
 pub(super) enum Piece<'a> {
-    Record(Record<'a>),
+    /// A record, and where it was.
+    Record(Position, Record<'a>),
     /// Something is missing here.
     Lost,
 }
@@ -428,8 +429,8 @@ fn read_segment(
             Stretch::Found(item, behind) => {
                 out.note(&item);
                 sealed = matches!(item, Item::Seal(_));
-                if let Item::Record(_, record) = item {
-                    visit(Piece::Record(record))?;
+                if let Item::Record(at_record, record) = item {
+                    visit(Piece::Record(Position::new(source.id, at_record), record))?;
                 }
                 at = behind;
             }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Engine;
 use super::catalog::remove_if_there;
-use super::core::{Frozen, Need, Part, Room, Sealed, View};
+use super::core::{Frozen, Need, Part, Room, Sealed, View, is_mostly_kept};
 use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::filter::FilterKind;
@@ -300,9 +300,12 @@ fn check_frozen(
             "full segment does not read back as it was written; open the store again",
         ));
     }
-    let sparse = sparse_at(&mut needs)
-        .min(frozen.tally.drop_at)
-        .max(DropTime::NOW);
+    let is_held = is_mostly_kept(frozen.tally.unsettled_count, records_count);
+    let sparse = if is_held {
+        frozen.tally.drop_at
+    } else {
+        sparse_at(&mut needs).min(frozen.tally.drop_at)
+    };
     let entry = SealedEntry {
         end: frozen.end,
         records_count,

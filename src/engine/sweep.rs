@@ -102,10 +102,14 @@ impl Engine {
     /// Drops every sealed segment whose time has come, and compacts sparse ones.
     fn sweep(&self, upkeep: &mut Upkeep) -> Result<()> {
         let now = self.now();
-        let view = self.core().view.clone();
+        let (view, failures) = {
+            let core = self.core();
+            (core.view.clone(), core.failures)
+        };
         let mut gone = BTreeSet::new();
         for (id, sealed) in &view.sealed {
-            if DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms) {
+            let is_due = DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms);
+            if is_due {
                 self.carry_over(upkeep, sealed, Carry::Unsettled)?;
                 gone.insert(*id);
             }
@@ -122,18 +126,31 @@ impl Engine {
         if gone.is_empty() {
             Ok(())
         } else {
-            self.drop_segments(upkeep, &gone)
+            self.drop_segments(upkeep, &gone, failures)
         }
     }
 
     /// Forgets the oldest segment early. `false`: there is none that could go.
     pub(crate) fn evict_oldest(&self, upkeep: &mut Upkeep) -> Result<bool> {
-        let view = self.core().view.clone();
+        let (view, failures) = {
+            let core = self.core();
+            (core.view.clone(), core.failures)
+        };
+        let records_count: usize = view
+            .sealed
+            .values()
+            .map(|sealed| crate::format::to_usize(sealed.entry.records_count))
+            .sum();
+        // Where most of the log is kept anyway, eviction would only move it. No segment is passed
+        // over for a later one: that one may hide what is in it.
+        if self.core().unsettled.len() * 2 > records_count {
+            return Ok(false);
+        }
         let Some((id, sealed)) = view.sealed.first_key_value() else {
             return Ok(false);
         };
         self.carry_over(upkeep, sealed, Carry::Unsettled)?;
-        self.drop_segments(upkeep, &BTreeSet::from([*id]))?;
+        self.drop_segments(upkeep, &BTreeSet::from([*id]), failures)?;
         let records_count = u64::from(sealed.entry.records_count);
         self.counters.evicted.add(records_count);
         self.tell(Event::Evicted { records_count });
@@ -237,7 +254,13 @@ impl Engine {
     }
 
     /// Removes segments from the manifest, then from the view, then from the directory.
-    fn drop_segments(&self, upkeep: &mut Upkeep, gone: &BTreeSet<u64>) -> Result<()> {
+    /// `failed_before` is how many writes had failed before anything was carried over.
+    fn drop_segments(
+        &self,
+        upkeep: &mut Upkeep,
+        gone: &BTreeSet<u64>,
+        failed_before: usize,
+    ) -> Result<()> {
         // Carried copies must be durable before the originals go.
         let (end, failures) = {
             let core = self.core();
@@ -245,6 +268,11 @@ impl Engine {
         };
         if self.syncer.durable() < end {
             self.ensure(end, failures, crate::options::Durability::Power)?;
+        }
+        if self.core().failures != failed_before {
+            // What had superseded a record here, so that it was not carried over, may have been
+            // taken back. The next sweep looks again.
+            return Ok(());
         }
         let mut runs = Vec::new();
         if !upkeep.unlinked.is_empty() {

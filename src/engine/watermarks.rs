@@ -108,8 +108,9 @@ impl Watermarks {
     pub fn reset(&self, source: impl AsRef<[u8]>, epoch: u64, first: u64) -> Result<Reset> {
         let sparse = self.space.options.marks.sparse;
         let mut answer = Reset::Applied;
-        self.update(source.as_ref(), |marks, _| {
-            let current = marks.map_or(0, |marks| marks.epoch);
+        // The mode may change with the epoch.
+        self.update_entry(source.as_ref(), |entry, _| {
+            let current = decode(entry)?.map_or(0, |marks| marks.epoch);
             Ok(if epoch > current {
                 answer = Reset::Applied;
                 MemberStep::Refuse(Marks::begin(sparse, epoch, first))
@@ -132,9 +133,17 @@ impl Watermarks {
         source: &[u8],
         mut decide: impl FnMut(Option<Marks>, &Env) -> Result<MemberStep<Marks>>,
     ) -> Result<()> {
+        let options = self.space.options.marks;
+        self.update_entry(source, |entry, env| decide(marks_of(entry, options)?, env))
+    }
+
+    fn update_entry(
+        &self,
+        source: &[u8],
+        mut decide: impl FnMut(Option<&Entry>, &Env) -> Result<MemberStep<Marks>>,
+    ) -> Result<()> {
         check_key(source)?;
         let engine = &self.handle.engine;
-        let options = self.space.options.marks;
         let member = [Member {
             space: &self.space,
             key: source,
@@ -145,7 +154,7 @@ impl Watermarks {
             reserved_bytes: 0,
         };
         let grouped: Grouped<()> = engine.update_group(&member, levels, |_, entry, env| {
-            Ok(match decide(marks_of(entry, options)?, env)? {
+            Ok(match decide(entry, env)? {
                 MemberStep::Refuse(marks) => MemberStep::Write {
                     entry: entry_of(&marks, env),
                     stamped: true,
@@ -163,7 +172,7 @@ fn unknown(options: MarkOptions) -> Marks {
     Marks::begin(options.sparse, 0, options.first)
 }
 
-fn marks_of(entry: Option<&Entry>, options: MarkOptions) -> Result<Option<Marks>> {
+fn decode(entry: Option<&Entry>) -> Result<Option<Marks>> {
     let Some(entry) = entry.filter(|entry| entry.kind == Kind::Watermark) else {
         return Ok(None);
     };
@@ -171,6 +180,13 @@ fn marks_of(entry: Option<&Entry>, options: MarkOptions) -> Result<Option<Marks>
         let what = format!("watermark is damaged: {}; see docs/operations.md", why.0);
         Error::new(ErrorKind::Damaged, what)
     })?;
+    Ok(Some(marks))
+}
+
+fn marks_of(entry: Option<&Entry>, options: MarkOptions) -> Result<Option<Marks>> {
+    let Some(marks) = decode(entry)? else {
+        return Ok(None);
+    };
     if marks.sparse != options.sparse {
         let mode = |sparse| if sparse { "sparse" } else { "strict" };
         return Err(Error::invalid(format!(

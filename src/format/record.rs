@@ -117,6 +117,8 @@ pub(crate) const FLAG_DETACHED: u16 = 1 << 6;
 pub(crate) const FLAG_OUTCOME_DROPPED: u16 = 1 << 7;
 /// The owner said that it does not know whether the effect happened.
 pub(crate) const FLAG_UNKNOWN: u16 = 1 << 8;
+/// The commit had something attached.
+pub(crate) const FLAG_ATTACHED: u16 = 1 << 9;
 /// Low bits of the flags: how many zero bytes end the frame.
 const PAD_MASK: u16 = 0b111;
 const FLAGS_KNOWN: u16 = PAD_MASK
@@ -124,7 +126,8 @@ const FLAGS_KNOWN: u16 = PAD_MASK
     | FLAG_FINGERPRINT
     | FLAG_DETACHED
     | FLAG_OUTCOME_DROPPED
-    | FLAG_UNKNOWN;
+    | FLAG_UNKNOWN
+    | FLAG_ATTACHED;
 
 /// The fixed fields of claim kinds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -235,7 +238,10 @@ impl<'a> Record<'a> {
         let start = out.len();
         let body = self.body_bytes();
         let frame = body.next_multiple_of(ALIGN);
-        debug_assert!(frame <= FRAME_BYTES_MAX);
+        assert!(
+            frame <= FRAME_BYTES_MAX,
+            "the size was to be checked before"
+        );
         let pad = frame - body;
         out.reserve(frame);
         let key_len = self.key.len().min(KEY_LEN_LONG);
@@ -549,6 +555,10 @@ pub(crate) fn end_group(out: &mut [u8], start: usize, seed: u32) {
     let Some(group) = out.get_mut(start..) else {
         return;
     };
+    assert!(
+        group.len() <= FRAME_BYTES_MAX,
+        "the size was to be checked before"
+    );
     let mut header = Vec::with_capacity(HEADER_BYTES);
     put_header(&mut header, group.len(), Kind::Group, 0);
     if let Some(place) = group.get_mut(..header.len()) {

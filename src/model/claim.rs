@@ -11,7 +11,8 @@ use std::time::Duration;
 use super::retention::DropTime;
 use crate::clock::Now;
 use crate::format::record::{
-    FLAG_DETACHED, FLAG_FINGERPRINT, FLAG_OUTCOME_DROPPED, FLAG_UNKNOWN, Kind, Record, StateHeader,
+    FLAG_ATTACHED, FLAG_DETACHED, FLAG_FINGERPRINT, FLAG_OUTCOME_DROPPED, FLAG_UNKNOWN, Kind,
+    Record, StateHeader,
 };
 use crate::key::{Fingerprint, NamespaceKind};
 use crate::options::Retention;
@@ -428,16 +429,20 @@ pub(crate) fn renew(
     }
 }
 
-/// Decides a `commit`; `outcome` of `None` commits without keeping one.
+/// Decides a `commit`; `outcome` of `None` commits without keeping one; `attaches` says that it
+/// records more than that.
 pub(crate) fn commit(
     entry: Option<&Entry>,
     env: &Env,
     epoch: Stamp,
     outcome: Option<&[u8]>,
+    attaches: bool,
 ) -> ChangeDecision {
     if let Some(done) = entry.filter(|e| e.kind == Kind::Done && e.epoch() == epoch) {
         let dropped = done.has(FLAG_OUTCOME_DROPPED);
         let same = outcome.map_or(dropped, |o| !dropped && o == done.outcome);
+        // Found applied by somebody else, or committed without: what this one attaches is nowhere.
+        let same = same && (!attaches || done.has(FLAG_ATTACHED));
         return ChangeDecision::AlreadyDone { same };
     }
     let Some(entry) = held_by(entry, epoch) else {
