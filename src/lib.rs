@@ -15,7 +15,10 @@
 )]
 mod clock;
 mod error;
+#[cfg(feature = "json")]
+mod json_field;
 mod key;
+mod key_parts;
 mod key_time;
 mod options;
 mod position;
@@ -44,13 +47,18 @@ pub use engine::handle::DedupLog;
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
 pub use engine::repair::{Repair, RepairReport};
 pub use engine::run_once::{Attempt, RunVerdict};
+#[cfg(feature = "snowflake")]
+pub use engine::snowflake::Snowflakes;
 pub use engine::ticket::Ticket;
 pub use engine::verify::{Problem, VerifyReport, verify};
 pub use error::{Applied, Error, ErrorKind, Result};
+#[cfg(feature = "json")]
+pub use json_field::json_field;
 pub use key::{
     EVIDENCE_BYTES_MAX, Fingerprint, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, NamespaceKind,
     OUTCOME_BYTES_MAX,
 };
+pub use key_parts::{KeyParts, random_key, snowflake_key};
 pub use key_time::KeyTime;
 pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
@@ -81,5 +89,6 @@ pub mod testing {
 /// Compiles and runs the examples of the prose.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/keys.md")]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

@@ -38,6 +38,8 @@ mod damage;
 #[cfg(feature = "testing")]
 mod golden;
 mod key_time;
+#[cfg(feature = "testing")]
+mod keys;
 mod kill;
 #[cfg(feature = "testing")]
 mod model;

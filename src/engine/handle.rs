@@ -21,6 +21,8 @@ use crate::vfs::sim::SimDisk;
 pub(crate) struct Handle {
     pub(crate) engine: Arc<Engine>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    #[cfg(feature = "snowflake")]
+    pub(super) makers: super::snowflake::Makers,
 }
 
 impl fmt::Debug for Handle {
@@ -137,6 +139,8 @@ impl DedupLog {
             handle: Arc::new(Handle {
                 engine,
                 threads: Mutex::new(threads),
+                #[cfg(feature = "snowflake")]
+                makers: super::snowflake::Makers::default(),
             }),
         })
     }

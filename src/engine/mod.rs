@@ -30,6 +30,8 @@ mod runs;
 mod salvage;
 mod seal;
 mod settle;
+#[cfg(feature = "snowflake")]
+pub(crate) mod snowflake;
 mod space;
 mod sweep;
 pub(crate) mod ticket;
