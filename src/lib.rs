@@ -38,6 +38,7 @@ mod engine;
 #[cfg(feature = "testing")]
 mod fuzz;
 
+pub use engine::ack_gate::{AckGate, AckMode};
 pub use engine::batch::{Filter, ObserveOptions};
 pub use engine::claim::{Claim, ClaimVerdict, Commit, Committable, StartError, Started};
 pub use engine::class::{
@@ -90,5 +91,6 @@ pub mod testing {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 #[doc = include_str!("../docs/keys.md")]
+#[doc = include_str!("../docs/acks.md")]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

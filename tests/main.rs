@@ -20,6 +20,8 @@
 mod support;
 
 #[cfg(feature = "testing")]
+mod ack_gate;
+#[cfg(feature = "testing")]
 mod api;
 #[cfg(feature = "testing")]
 mod cases;

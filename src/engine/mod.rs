@@ -4,6 +4,7 @@
 //! No lock is held over user code or a flush, but `merging` and `maintenance` over their own;
 //! `core` is held over a `write` of what was just appended, never over a read of sealed data.
 
+pub(crate) mod ack_gate;
 mod append;
 mod background;
 pub(crate) mod batch;
