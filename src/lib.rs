@@ -51,6 +51,8 @@ pub use engine::run_once::{Attempt, RunVerdict};
 #[cfg(feature = "snowflake")]
 pub use engine::snowflake::Snowflakes;
 pub use engine::ticket::Ticket;
+#[cfg(feature = "token")]
+pub use engine::token::{RedeemVerdict, Redemption, Token, TokenOptions, TokenPolicy, Tokens};
 pub use engine::verify::{Problem, VerifyReport, verify};
 pub use error::{Applied, Error, ErrorKind, Result};
 #[cfg(feature = "json")]
@@ -92,5 +94,6 @@ pub mod testing {
 #[doc = include_str!("../README.md")]
 #[doc = include_str!("../docs/keys.md")]
 #[doc = include_str!("../docs/acks.md")]
+#[cfg_attr(feature = "token", doc = include_str!("../docs/tokens.md"))]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

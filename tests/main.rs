@@ -50,3 +50,5 @@ mod order;
 #[cfg(feature = "testing")]
 mod repair;
 mod tidy;
+#[cfg(all(feature = "testing", feature = "token"))]
+mod token;

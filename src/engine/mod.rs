@@ -36,6 +36,8 @@ pub(crate) mod snowflake;
 mod space;
 mod sweep;
 pub(crate) mod ticket;
+#[cfg(feature = "token")]
+pub(crate) mod token;
 #[cfg(feature = "bincode")]
 mod typed;
 mod update;

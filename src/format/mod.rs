@@ -13,6 +13,8 @@ pub(crate) mod record;
 pub(crate) mod run;
 pub(crate) mod segment;
 pub(crate) mod times;
+#[cfg(feature = "token")]
+pub(crate) mod token;
 
 /// The format this version writes; it reads this one only.
 pub(crate) const FORMAT: u16 = 1;
