@@ -10,6 +10,8 @@ use idemlog::{
     NamespaceOptions, Options, Repeatable, Result,
 };
 
+use crate::support::env_u64;
+
 const MODES: [AckMode; 2] = [AckMode::Individual, AckMode::Cumulative];
 const LEVELS: [Durability; 3] = [Durability::Buffered, Durability::Process, Durability::Power];
 /// Messages that the consumer gets, a few at a time.
@@ -82,7 +84,11 @@ fn what_was_acknowledged_before_a_crash_is_a_duplicate_after_it() {
             heard.take();
             drop(consume(disk, mode, &heard));
         };
-        let totals = for_each_crash_point(&CrashOptions::default(), scenario, |state| {
+        let options = CrashOptions {
+            images_min: env_u64("IDEMLOG_IMAGES", 0),
+            ..CrashOptions::default()
+        };
+        let totals = for_each_crash_point(&options, scenario, |state| {
             let heard = heard.borrow();
             let mut once = heard.acked.clone();
             once.sort_unstable();
@@ -137,6 +143,13 @@ fn a_tag_is_let_through_when_its_commit_is_durable_and_not_before() {
         assert_eq!(gate.ready(&log).unwrap(), [3]);
         assert!(gate.ready(&log).unwrap().is_empty());
     }
+    // A clean close makes everything durable, and lets the last ones go.
+    let mut gate = AckGate::new(AckMode::Cumulative, 10);
+    gate.received(4).unwrap();
+    assert!(filter.observe("last").unwrap().is_new());
+    gate.push(4, log.answered_position()).unwrap();
+    log.clone().close().unwrap();
+    assert_eq!(gate.ready(&log).unwrap(), [4]);
 }
 
 /// The background makes a record durable, and its tag goes, although nobody calls `sync` and no

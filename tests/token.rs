@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use idemlog::testing::sim::{
-    CrashKind, CrashOptions, PowerCut, Rng, SimDisk, for_each_crash_point,
+    CrashKind, CrashOptions, Fault, FaultKind, PowerCut, Rng, SimDisk, for_each_crash_point,
 };
 use idemlog::testing::{Clock, ManualClock, Reading};
 use idemlog::{
@@ -565,6 +565,89 @@ fn no_crash_lets_a_token_take_effect_twice() {
             assert!(counts[word] > 20, "nothing was at stake: {word}");
         }
     }
+}
+
+/// Each call to the disk fails in turn, once or from then on: whatever the redeemers were told
+/// holds for the next opener, after a kill and after a power cut.
+#[test]
+fn no_failing_call_lets_a_token_take_effect_twice() {
+    let whole = SimDisk::seeded(1);
+    let told = RefCell::new(Told::new());
+    use_tokens(&whole, TokenPolicy::Single, &told).unwrap();
+    let steps = whole.steps();
+    let (mut failed, mut counts) = (0, BTreeMap::new());
+    for policy in POLICIES {
+        for step in 0..steps {
+            let kind = [FaultKind::Io, FaultKind::NoSpace][step as usize % 2];
+            for fault in [Fault::once(step, kind), Fault::sticky(step, kind)] {
+                let disk = SimDisk::seeded(1);
+                disk.fail(fault);
+                told.replace(Told::new());
+                failed += u32::from(use_tokens(&disk, policy, &told).is_err());
+                let told = told.borrow();
+                disk.clear_faults();
+                judge(&disk.after_kill(), policy, &told, &mut counts);
+                told.clock.reboot();
+                let cut = disk.after_power_cut(&mut PowerCut::drop_all());
+                judge(&cut, policy, &told, &mut counts);
+            }
+        }
+    }
+    println!("counts: steps={steps} failed={failed} counts={counts:?}");
+    assert!(failed > 100 && counts["granted"] > 100 && counts["used"] > 100);
+}
+
+/// Many redeem the same tokens at once, and some of them give up: each token is committed once,
+/// and everybody gets that outcome in the end.
+#[test]
+fn one_of_many_redeemers_has_it() {
+    const THREADS: u64 = 8;
+    const TOKENS: usize = 30;
+    let log = DedupLog::in_memory().unwrap();
+    let tokens = log
+        .tokens("t", TokenOptions::new(TokenPolicy::Replay))
+        .unwrap();
+    let all: Vec<_> = (0..TOKENS)
+        .map(|_| tokens.issue(HOUR, "").unwrap())
+        .collect();
+    let committed = AtomicU64::new(0);
+    let redeem_all = |thread: u64| {
+        let mut rng = Rng::new(thread);
+        let mut outcomes = Vec::new();
+        for token in &all {
+            outcomes.push(loop {
+                match tokens.redeem(token, "").unwrap() {
+                    RedeemVerdict::Granted(redemption) if rng.below(3) == 0 => drop(redemption),
+                    RedeemVerdict::Granted(redemption) => {
+                        // The effect takes its time: others come meanwhile.
+                        (0..20).for_each(|_| std::thread::yield_now());
+                        commit(redemption, &[thread as u8]);
+                        committed.fetch_add(1, Ordering::Relaxed);
+                    }
+                    RedeemVerdict::Replayed(done) => break done.outcome,
+                    RedeemVerdict::Busy { .. } => std::thread::yield_now(),
+                    refused => panic!("{refused:?}"),
+                }
+            });
+        }
+        outcomes
+    };
+    let told: Vec<Vec<Outcome>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..THREADS)
+            .map(|thread| {
+                scope.spawn({
+                    let redeem_all = &redeem_all;
+                    move || redeem_all(thread)
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .collect()
+    });
+    assert_eq!(committed.load(Ordering::Relaxed), TOKENS as u64);
+    assert!(told.iter().all(|outcomes| *outcomes == told[0]));
 }
 
 /// Random redeemers, clocks that step and boots that begin with any wall time, upkeep that drops
