@@ -15,7 +15,10 @@
 )]
 mod clock;
 mod error;
+#[cfg(feature = "json")]
+mod json_field;
 mod key;
+mod key_parts;
 mod key_time;
 mod options;
 mod position;
@@ -35,6 +38,7 @@ mod engine;
 #[cfg(feature = "testing")]
 mod fuzz;
 
+pub use engine::ack_gate::{AckGate, AckMode};
 pub use engine::attach::{CommitAll, CommitAllVerdict};
 pub use engine::batch::{Filter, ObserveOptions};
 pub use engine::cells::Cells;
@@ -48,14 +52,21 @@ pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
 pub use engine::outbox::{Outbox, OutboxEntry, OutboxStats};
 pub use engine::repair::{Repair, RepairReport};
 pub use engine::run_once::{Attempt, RunVerdict};
+#[cfg(feature = "snowflake")]
+pub use engine::snowflake::Snowflakes;
 pub use engine::ticket::Ticket;
+#[cfg(feature = "token")]
+pub use engine::token::{RedeemVerdict, Redemption, Token, TokenOptions, TokenPolicy, Tokens};
 pub use engine::verify::{Problem, VerifyReport, verify};
 pub use engine::watermarks::Watermarks;
 pub use error::{Applied, Error, ErrorKind, Result};
+#[cfg(feature = "json")]
+pub use json_field::json_field;
 pub use key::{
     EVIDENCE_BYTES_MAX, Fingerprint, KEY_BYTES_MAX, NAMESPACE_BYTES_MAX, NamespaceKind,
     OUTCOME_BYTES_MAX,
 };
+pub use key_parts::{KeyParts, random_key, snowflake_key};
 pub use key_time::KeyTime;
 pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
@@ -88,5 +99,8 @@ pub mod testing {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 #[doc = include_str!("../docs/attached.md")]
+#[doc = include_str!("../docs/keys.md")]
+#[doc = include_str!("../docs/acks.md")]
+#[cfg_attr(feature = "token", doc = include_str!("../docs/tokens.md"))]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

@@ -33,6 +33,12 @@ impl Position {
         Position(self.0 + 1)
     }
 
+    /// Returns a position inside of whatever ends here: it is smaller than every position up to
+    /// which something is durable, if that covers this end.
+    pub(crate) const fn before(self) -> Position {
+        Position(self.0 - 1)
+    }
+
     /// Returns the position as a number that orders the same.
     pub const fn get(self) -> u64 {
         self.0

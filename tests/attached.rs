@@ -789,7 +789,7 @@ fn a_commit_that_comes_after_a_resolve_is_told_that_nothing_was_attached() {
     let desk = Desk::memory();
     let small = NamespaceOptions::new().outcome_bytes_max(512);
     let pays: Namespace<NonRepeatable> = desk.log.namespace("pays", small).unwrap();
-    let mut started = pays
+    let started = pays
         .claim("p")
         .unwrap()
         .claim()

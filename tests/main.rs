@@ -20,6 +20,8 @@
 mod support;
 
 #[cfg(feature = "testing")]
+mod ack_gate;
+#[cfg(feature = "testing")]
 mod api;
 #[cfg(feature = "testing")]
 mod attached;
@@ -40,6 +42,8 @@ mod damage;
 #[cfg(feature = "testing")]
 mod golden;
 mod key_time;
+#[cfg(feature = "testing")]
+mod keys;
 mod kill;
 #[cfg(feature = "testing")]
 mod model;
@@ -48,3 +52,5 @@ mod order;
 #[cfg(feature = "testing")]
 mod repair;
 mod tidy;
+#[cfg(all(feature = "testing", feature = "token"))]
+mod token;

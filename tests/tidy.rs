@@ -6,7 +6,17 @@ use std::path::{Path, PathBuf};
 /// Modules by rank: each imports lower ranks only, and none of its own but rank 0 and the engine.
 const RANKS: [&[&str]; 4] = [
     &[
-        "key", "key_time", "stamp", "position", "error", "options", "clock", "stats", "verdict",
+        "key",
+        "key_parts",
+        "json_field",
+        "key_time",
+        "stamp",
+        "position",
+        "error",
+        "options",
+        "clock",
+        "stats",
+        "verdict",
     ],
     &["format", "vfs"],
     &["model", "log", "index"],

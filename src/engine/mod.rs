@@ -4,6 +4,7 @@
 //! No lock is held over user code or a flush, but `merging` and `maintenance` over their own;
 //! `core` is held over a `write` of what was just appended, never over a read of sealed data.
 
+pub(crate) mod ack_gate;
 mod append;
 pub(crate) mod attach;
 mod background;
@@ -35,9 +36,13 @@ mod runs;
 mod salvage;
 mod seal;
 mod settle;
+#[cfg(feature = "snowflake")]
+pub(crate) mod snowflake;
 mod space;
 mod sweep;
 pub(crate) mod ticket;
+#[cfg(feature = "token")]
+pub(crate) mod token;
 #[cfg(feature = "bincode")]
 mod typed;
 mod update;

@@ -375,8 +375,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
     engine.core().view = Arc::new(view);
     engine.seal_all_recovered(frozen)?;
     engine.gather_unsettled(listed, unsettled)?;
-    engine.report.unsettled_count = engine.unsettled_count();
-    engine.report.unreadable_count = engine.unreadable_count();
+    engine.count_unsettled();
     Ok(engine)
 }
 
@@ -390,17 +389,15 @@ fn sync_drops(dir: &dyn Dir, manifest: &Manifest) -> Result<()> {
 }
 
 impl Engine {
-    fn unsettled_count(&self) -> u64 {
-        self.core().unsettled.len() as u64
-    }
-
-    fn unreadable_count(&self) -> u64 {
-        let core = self.core();
-        let unknown = core
-            .unsettled
-            .values()
-            .filter(|e| e.namespace == NAMESPACE_UNKNOWN);
-        unknown.count() as u64
+    fn count_unsettled(&mut self) {
+        let (all, unreadable) = {
+            let core = self.core();
+            let known = core.unsettled.values();
+            let unreadable = known.filter(|e| e.namespace == NAMESPACE_UNKNOWN).count();
+            (core.unsettled.len(), unreadable)
+        };
+        self.report.unsettled_count = all as u64;
+        self.report.unreadable_count = unreadable as u64;
     }
 
     /// Seals the segments that were full, oldest first. Each begins when the one before it ends.

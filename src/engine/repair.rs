@@ -571,6 +571,11 @@ impl Plan {
             Old::Manifest(manifest) => manifest.clone(),
             Old::Named(named) => self.pieced_together(to, named)?,
         };
+        if self.any_lost {
+            // Tokens are made under it, and the record of a used one may be among what is lost:
+            // those of before are unknown from here on.
+            fill_random(to, &mut manifest.hash_key)?;
+        }
         let nonce = random_u32(to)?;
         let bytes = self
             .bytes_max()

@@ -25,7 +25,7 @@ use crate::index::run::Run;
 use crate::key_time::KeyTime;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
-use crate::model::retention::{DropTime, keeps_segment_until, sparse_at};
+use crate::model::retention::{keeps_segment_until, sparse_at};
 use crate::stamp::GENERATIONS_RESERVED;
 use crate::vfs::{Access, Dir, Map};
 

@@ -13,6 +13,8 @@ pub(crate) mod record;
 pub(crate) mod run;
 pub(crate) mod segment;
 pub(crate) mod times;
+#[cfg(feature = "token")]
+pub(crate) mod token;
 pub(crate) mod watermark;
 
 /// The format this version writes; it reads this one only.

@@ -383,6 +383,7 @@ mod tests {
 
     /// Heads, pauses and leases against a plain list.
     #[test]
+    #[expect(clippy::cast_possible_truncation, reason = "a number below 4")]
     fn random_calls_agree_with_a_list() {
         let mut random = 7u64;
         let mut below = |bound: u64| {

@@ -22,8 +22,6 @@ use crate::args::{self, Common, Order};
 use crate::exit::{Code, Stop, say};
 use crate::lines::{Line, Lines};
 
-mod field;
-
 /// The namespace of `emit-first`, a Repeatable one.
 const NAMESPACE_EMIT: &str = "emit";
 /// The namespace of `mark-first`, a filter.
@@ -128,8 +126,11 @@ impl Job<'_> {
 
     fn key_of(&self, line: &Line) -> Result<Vec<u8>, Stop> {
         let key = match &self.options.key_field {
-            Some(path) => field::key(&line.text, path)
-                .map_err(|why| Stop::usage(format!("line={}: {why}", line.number)))?,
+            Some(path) => {
+                let path: Vec<&str> = path.split('.').collect();
+                idemlog::json_field(&line.text, &path)
+                    .map_err(|why| Stop::usage(format!("line={}: {why}", line.number)))?
+            }
             None if line.text.is_empty() => EMPTY_LINE_KEY.to_vec(),
             None => line.text.clone(),
         };
