@@ -69,7 +69,7 @@ pub use verdict::{
 /// Clocks, disks and hooks for tests: of this crate, and of the handlers of its users.
 #[cfg(feature = "testing")]
 pub mod testing {
-    pub use crate::clock::{Clock, ManualClock, Reading, SystemClock};
+    pub use crate::clock::{Clock, ManualClock, Moved, Reading, SystemClock};
     pub use crate::vfs::{Access, Dir, File, Lock, LockAttempt, Map, sim};
 
     /// Bodies of the fuzz targets.

@@ -36,6 +36,8 @@ mod crash;
 #[cfg(feature = "testing")]
 mod damage;
 #[cfg(feature = "testing")]
+mod future;
+#[cfg(feature = "testing")]
 mod golden;
 mod key_time;
 mod kill;
@@ -46,3 +48,5 @@ mod order;
 #[cfg(feature = "testing")]
 mod repair;
 mod tidy;
+#[cfg(feature = "testing")]
+mod wait;

@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::Engine;
+use super::namespace::to_ms;
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::Event;
 
@@ -35,6 +36,10 @@ pub(crate) struct Signals {
 struct State {
     dirty: bool,
     work: bool,
+    /// A task waits for the disk.
+    flush: bool,
+    /// There is a thread that flushes.
+    flushing: bool,
     stop: bool,
 }
 
@@ -56,6 +61,18 @@ impl Signals {
     pub(crate) fn wake(&self) {
         self.state().work = true;
         self.changed.notify_all();
+    }
+
+    /// Has the thread that flushes do so at once, for tasks, which cannot wait for a flush
+    /// themselves. `false`: there is none.
+    pub(crate) fn flush_now(&self) -> bool {
+        let mut state = self.state();
+        let served = state.flushing && !state.stop;
+        if served && !state.flush {
+            state.flush = true;
+            self.changed.notify_all();
+        }
+        served
     }
 
     pub(crate) fn stop(&self) {
@@ -104,6 +121,7 @@ pub(crate) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>> {
             }
         }
     }
+    engine.background.state().flushing = true;
     Ok(threads)
 }
 
@@ -119,14 +137,24 @@ fn flush_loop(engine: &Engine) {
     loop {
         // While something is written but not synced, the wait is at most one interval.
         let idle = if unsynced > 0 { flush } else { SWEEP_INTERVAL };
-        if !engine.background.wait(idle, |state| state.dirty) {
+        let ready = |state: &mut State| state.dirty || state.flush;
+        if !engine.background.wait(idle, ready) {
             return;
         }
-        if !engine.background.wait(flush, |_| false) {
+        if !engine.background.wait(flush, |state| state.flush) {
             return;
         }
-        engine.background.state().dirty = false;
-        let result = engine.flush_due(unsynced >= per_sync);
+        let asked = {
+            let mut state = engine.background.state();
+            state.dirty = false;
+            std::mem::take(&mut state.flush)
+        };
+        let result = if asked {
+            engine.flush_for_tasks()
+        } else {
+            engine.flush_due(unsynced >= per_sync)
+        };
+        engine.pay_waiters();
         let pending = engine.syncer.durable() < engine.core().writer.written();
         unsynced = if pending { unsynced + 1 } else { 0 };
         engine.note_background(Task::Flush, &result);
@@ -138,6 +166,7 @@ fn flush_loop(engine: &Engine) {
 
 fn sweep_loop(engine: &Engine) {
     let mut pause = SWEEP_INTERVAL;
+    let mut looked_ms = engine.now().boot_ms;
     loop {
         engine.deliver_events();
         let going = engine
@@ -146,6 +175,13 @@ fn sweep_loop(engine: &Engine) {
         if !going {
             return;
         }
+        engine.pay_waiters();
+        // A sleep does not count the time for which the machine was suspended; leases do.
+        let now_ms = engine.now().boot_ms;
+        if now_ms.saturating_sub(looked_ms) > to_ms(pause + SWEEP_INTERVAL) {
+            engine.time_moved();
+        }
+        looked_ms = now_ms;
         let result = engine.maintain();
         pause = if result.is_ok() {
             SWEEP_INTERVAL
@@ -186,6 +222,14 @@ impl Engine {
             self.write_out(&mut core)?;
         }
         if sync { self.sync_all() } else { Ok(()) }
+    }
+
+    /// Flushes as a caller does who waits, with a mark in front of what is written.
+    fn flush_for_tasks(&self) -> Result<()> {
+        if self.core().closed || self.poisoned().is_some() {
+            return Ok(());
+        }
+        self.sync_all()
     }
 
     /// Keeps the newest failure of each task until that task succeeds.
