@@ -41,6 +41,7 @@ pub use engine::class::{
     DirectCommit, EffectClass, Internal, NonRepeatable, Probeable, Repeatable,
 };
 pub use engine::handle::DedupLog;
+pub use engine::lock::{Lock, LockVerdict, Locks};
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
 pub use engine::repair::{Repair, RepairReport};
 pub use engine::run_once::{Attempt, RunVerdict};
@@ -81,5 +82,6 @@ pub mod testing {
 /// Compiles and runs the examples of the prose.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/waiting.md")]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

@@ -12,8 +12,9 @@ use idemlog::testing::ManualClock;
 use idemlog::testing::sim::{Fault, FaultKind, Op, PowerCut, SimDisk};
 use idemlog::{
     Change, Claim, ClaimOptions, ClaimVerdict, Commit, CommitVerdict, DedupLog, Durability,
-    EffectClass, ErrorKind, Failure, Filter, KeyState, Namespace, NamespaceOptions, NonRepeatable,
-    ObserveOptions, Observed, Options, Probeable, Repeatable, Resolution, RunVerdict, ZeroFill,
+    EffectClass, ErrorKind, Failure, Filter, KeyState, LockVerdict, Namespace, NamespaceOptions,
+    NonRepeatable, ObserveOptions, Observed, Options, Probeable, Repeatable, Resolution,
+    RunVerdict, ZeroFill,
 };
 
 use crate::support::env_u64;
@@ -233,6 +234,20 @@ async fn every_call(log: DedupLog) {
     let error = repeatable.run_once_async("u", effect).await.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid);
     assert!(matches!(repeatable.get("u").unwrap(), KeyState::Done(_)));
+
+    let locks = log.locks("l").unwrap();
+    let lock = locks
+        .lock_wait_async("k", LEASE, LONG)
+        .await
+        .unwrap()
+        .lock()
+        .unwrap();
+    let busy = locks
+        .lock_wait_async("k", LEASE, Duration::ZERO)
+        .await
+        .unwrap();
+    assert!(matches!(busy, LockVerdict::Busy { .. }));
+    assert!(lock.unlock().unwrap().is_applied());
 }
 
 #[test]

@@ -42,6 +42,8 @@ mod golden;
 mod key_time;
 mod kill;
 #[cfg(feature = "testing")]
+mod lock;
+#[cfg(feature = "testing")]
 mod model;
 #[cfg(feature = "testing")]
 mod order;

@@ -18,6 +18,7 @@ mod hint;
 mod interleaved;
 mod keep;
 mod listing;
+pub(crate) mod lock;
 mod lookup;
 mod merge;
 pub(crate) mod namespace;
