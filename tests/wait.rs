@@ -435,10 +435,10 @@ impl World {
     }
 }
 
-/// A claim that another caller made is taken back with its failed write: who waits is not told of
-/// it, and must look again.
+/// The pause ends, and the write of the claim that the waiter would inherit fails: it is told, and
+/// the key may be claimed again.
 #[test]
-fn a_claim_that_is_taken_back_wakes_those_who_wait() {
+fn a_waiter_whose_own_write_fails_is_told_so() {
     let world = World::with(|options| options.background(false));
     let options = NamespaceOptions::new()
         .outcome_bytes_max(64)
