@@ -34,7 +34,18 @@ pub trait Clock: Send + Sync + fmt::Debug {
 
     /// Returns an identity of the current boot; zeros if the system has none.
     fn boot_id(&self) -> [u8; 16];
+
+    /// Has `moved` called after each move of a clock that moves by hand, until it returns `false`.
+    /// Returns whether this is such a clock: nobody sleeps by its time then. The default is a
+    /// clock that moves by itself, so that nobody has to be told.
+    fn tell_moves(&self, moved: Moved) -> bool {
+        drop(moved);
+        false
+    }
 }
+
+/// A function to be called when a clock was moved; `false` says that nobody listens any more.
+pub type Moved = Box<dyn Fn() -> bool + Send + Sync>;
 
 /// The clocks of the operating system.
 #[derive(Debug, Default)]
@@ -86,57 +97,90 @@ fn read_boot_id() -> Option<[u8; 16]> {
     Some(id)
 }
 
-/// A clock that stands still until told otherwise, for tests.
+/// A clock that stands still until told otherwise, for tests. Whoever waits for a moment is woken
+/// by the call that moves the clock there.
 #[cfg(any(test, feature = "testing"))]
-#[derive(Debug)]
-pub struct ManualClock(Mutex<(Reading, [u8; 16])>);
+pub struct ManualClock {
+    state: Mutex<(Reading, [u8; 16])>,
+    listeners: Mutex<Vec<std::sync::Arc<Moved>>>,
+}
+
+#[cfg(any(test, feature = "testing"))]
+impl fmt::Debug for ManualClock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("ManualClock").field(&self.read()).finish()
+    }
+}
 
 #[cfg(any(test, feature = "testing"))]
 impl ManualClock {
     /// Makes a clock at this wall time, one second after a boot.
     pub fn new(wall_ms: u64) -> Self {
-        ManualClock(Mutex::new((
-            Reading {
-                wall_ms,
-                boot_ms: 1000,
-            },
-            [1; 16],
-        )))
+        let reading = Reading {
+            wall_ms,
+            boot_ms: 1000,
+        };
+        ManualClock {
+            state: Mutex::new((reading, [1; 16])),
+            listeners: Mutex::default(),
+        }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Reading, &mut [u8; 16])) {
+        {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            let (reading, boot_id) = &mut *state;
+            change(reading, boot_id);
+        }
+        // Called with no lock held: a listener may read this clock, and move it.
+        let listeners = self.listeners().clone();
+        for listener in listeners.iter().filter(|listener| !listener()) {
+            self.listeners()
+                .retain(|other| !std::sync::Arc::ptr_eq(other, listener));
+        }
+    }
+
+    fn listeners(&self) -> MutexGuard<'_, Vec<std::sync::Arc<Moved>>> {
+        self.listeners
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lets time pass: both clocks move.
     pub fn advance_ms(&self, ms: u64) {
-        let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.0.wall_ms = inner.0.wall_ms.saturating_add(ms);
-        inner.0.boot_ms = inner.0.boot_ms.saturating_add(ms);
+        self.change(|reading, _| {
+            reading.wall_ms = reading.wall_ms.saturating_add(ms);
+            reading.boot_ms = reading.boot_ms.saturating_add(ms);
+        });
     }
 
     /// Steps the wall clock alone, as an operator or a time server does.
     pub fn set_wall_ms(&self, wall_ms: u64) {
-        self.0
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
-            .wall_ms = wall_ms;
+        self.change(|reading, _| reading.wall_ms = wall_ms);
     }
 
     /// Starts another boot: the boot clock begins again.
     pub fn reboot(&self) {
-        let mut inner = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        inner.0.boot_ms = 1000;
-        let next = inner.1.map(|b| b.wrapping_add(1));
-        inner.1 = next;
+        self.change(|reading, boot_id| {
+            reading.boot_ms = 1000;
+            *boot_id = boot_id.map(|b| b.wrapping_add(1));
+        });
     }
 }
 
 #[cfg(any(test, feature = "testing"))]
 impl Clock for ManualClock {
     fn read(&self) -> Reading {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).0
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).0
     }
 
     fn boot_id(&self) -> [u8; 16] {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).1
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).1
+    }
+
+    fn tell_moves(&self, moved: Moved) -> bool {
+        self.listeners().push(std::sync::Arc::new(moved));
+        true
     }
 }
 

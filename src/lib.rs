@@ -48,6 +48,7 @@ pub use engine::class::{
 };
 pub use engine::dispatch::{Dispatched, Dispatcher, Stopper};
 pub use engine::handle::DedupLog;
+pub use engine::lock::{Lock, LockVerdict, Locks};
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
 pub use engine::outbox::{Outbox, OutboxEntry, OutboxStats};
 pub use engine::repair::{Repair, RepairReport};
@@ -86,7 +87,7 @@ pub use verdict::{
 /// Clocks, disks and hooks for tests: of this crate, and of the handlers of its users.
 #[cfg(feature = "testing")]
 pub mod testing {
-    pub use crate::clock::{Clock, ManualClock, Reading, SystemClock};
+    pub use crate::clock::{Clock, ManualClock, Moved, Reading, SystemClock};
     pub use crate::vfs::{Access, Dir, File, Lock, LockAttempt, Map, sim};
 
     /// Bodies of the fuzz targets.
@@ -102,5 +103,6 @@ pub mod testing {
 #[doc = include_str!("../docs/keys.md")]
 #[doc = include_str!("../docs/acks.md")]
 #[cfg_attr(feature = "token", doc = include_str!("../docs/tokens.md"))]
+#[doc = include_str!("../docs/waiting.md")]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

@@ -53,6 +53,8 @@ pub struct Stats {
     pub table_bytes: u64,
     /// Claims, starts and keys in doubt.
     pub unsettled_count: u64,
+    /// Calls that wait for a key that another owner holds.
+    pub waiters_count: u64,
     /// Age of the oldest segment that is still kept, by trusted time: the real window. What the
     /// newest segments held before the last open counts from that open.
     pub window: Duration,

@@ -40,11 +40,15 @@ mod crash;
 #[cfg(feature = "testing")]
 mod damage;
 #[cfg(feature = "testing")]
+mod future;
+#[cfg(feature = "testing")]
 mod golden;
 mod key_time;
 #[cfg(feature = "testing")]
 mod keys;
 mod kill;
+#[cfg(feature = "testing")]
+mod lock;
 #[cfg(feature = "testing")]
 mod model;
 #[cfg(feature = "testing")]
@@ -54,3 +58,5 @@ mod repair;
 mod tidy;
 #[cfg(all(feature = "testing", feature = "token"))]
 mod token;
+#[cfg(feature = "testing")]
+mod wait;

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 
 use super::Engine;
 use super::core::{Core, Frozen, Older, UnsettledEntry};
+use super::update::Basis;
 use crate::error::{Error, ErrorKind, Result, is_out_of_space};
 use crate::format::record::Record;
 use crate::log::segment::SegmentFile;
@@ -80,6 +81,7 @@ impl Engine {
         let _one_at_a_time = self.syncer.alone();
         if self.poisoned().is_none() && core.take_back() {
             self.syncer.taken_back(core.writer.written());
+            self.owe_waiters();
             return Err(error);
         }
         self.poison_with(error.to_string());
@@ -91,18 +93,28 @@ impl Engine {
         .maybe_applied())
     }
 
-    /// Waits until everything below `end` is as durable as asked.
+    /// Waits until what an answer rests on is as durable as it must be.
+    pub(crate) fn ensure_basis(&self, basis: Basis) -> Result<()> {
+        self.ensure(basis.end, basis.failures, basis.level)
+    }
+
+    /// Waits until everything below `end` is as durable as asked. Call it with no lock held: what
+    /// fails may be owed to others who wait.
     pub(crate) fn ensure(
         &self,
         end: Position,
         failures: FailureCount,
         level: Durability,
     ) -> Result<()> {
-        match level {
-            Durability::Buffered => Ok(()),
+        let ensured = match level {
+            Durability::Buffered => return Ok(()),
             Durability::Process => self.ensure_written(end, failures),
             Durability::Power => self.ensure_durable(end, failures),
+        };
+        if ensured.is_err() {
+            self.pay_waiters();
         }
+        ensured
     }
 
     fn ensure_written(&self, end: Position, failures: FailureCount) -> Result<()> {
@@ -120,16 +132,22 @@ impl Engine {
 
     /// The syncer alone says what is durable: the position reached says nothing of a record that
     /// was taken back and whose place another one has taken.
-    fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
+    pub(crate) fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
         match self.syncer.wait(end, failures, || self.lead()) {
             Ok(()) => Ok(()),
             Err(Err(error)) => Err(error),
-            Err(Ok(WaitError::TakenBack)) => Err(taken_back()),
-            Err(Ok(WaitError::Poisoned)) => Err(self
+            Err(Ok(error)) => Err(self.wait_error(error)),
+        }
+    }
+
+    pub(crate) fn wait_error(&self, error: WaitError) -> Error {
+        match error {
+            WaitError::TakenBack => taken_back(),
+            WaitError::Poisoned => self
                 .poison
                 .error()
                 .unwrap_or_else(|| Error::new(ErrorKind::Poisoned, "store is poisoned"))
-                .maybe_applied()),
+                .maybe_applied(),
         }
     }
 

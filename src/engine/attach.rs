@@ -175,6 +175,12 @@ pub(crate) enum GroupCommitted {
     Refused(Refusal),
 }
 
+impl GroupCommitted {
+    pub(crate) fn is_written(&self) -> bool {
+        matches!(self, GroupCommitted::Written { .. })
+    }
+}
+
 /// What one member of a group is about.
 enum Role<'a> {
     Claim(usize),
@@ -489,6 +495,7 @@ impl<C: EffectClass> Namespace<C> {
         epoch: Stamp,
         commit: &Commit,
     ) -> Result<(GroupCommitted, Option<Rests>)> {
+        self.check_outcome(key, commit.outcome.as_ref().map_or(0, Vec::len))?;
         let engine = &self.handle.engine;
         let levels = GroupLevels {
             level: self.level(commit.durability),

@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::Engine;
+use super::namespace::to_ms;
 use crate::error::{Error, ErrorKind, Result};
 use crate::options::Event;
 
@@ -29,38 +30,36 @@ pub(crate) enum Task {
 pub(crate) struct Signals {
     state: Mutex<State>,
     changed: Condvar,
-    pub(crate) bell: Bell,
+    pub(crate) dispatch: DispatchSignal,
 }
 
 /// Wakes whoever waits for something to dispatch.
 #[derive(Debug, Default)]
-pub(crate) struct Bell {
-    rings_count: Mutex<u64>,
-    rung: Condvar,
+pub(crate) struct DispatchSignal {
+    count: Mutex<u64>,
+    raised: Condvar,
 }
 
-impl Bell {
-    fn count(&self) -> MutexGuard<'_, u64> {
-        self.rings_count
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+impl DispatchSignal {
+    fn lock(&self) -> MutexGuard<'_, u64> {
+        self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn ring(&self) {
-        *self.count() += 1;
-        self.rung.notify_all();
+    pub(crate) fn raise(&self) {
+        *self.lock() += 1;
+        self.raised.notify_all();
     }
 
-    /// Returns how often it has rung: taken before a look at what there is to do.
-    pub(crate) fn rings_count(&self) -> u64 {
-        *self.count()
+    /// Returns how often it was raised: taken before a look at what there is to do.
+    pub(crate) fn raised_count(&self) -> u64 {
+        *self.lock()
     }
 
-    /// Waits until it has rung again since, or until the time is over.
+    /// Waits until it is raised again since, or until the time is over.
     pub(crate) fn wait(&self, since: u64, time_max: Duration) {
         let waited = self
-            .rung
-            .wait_timeout_while(self.count(), time_max, |count| *count == since);
+            .raised
+            .wait_timeout_while(self.lock(), time_max, |count| *count == since);
         drop(waited);
     }
 }
@@ -69,6 +68,10 @@ impl Bell {
 struct State {
     dirty: bool,
     work: bool,
+    /// A task waits for the disk.
+    flush: bool,
+    /// There is a thread that flushes.
+    flushing: bool,
     stop: bool,
 }
 
@@ -92,10 +95,22 @@ impl Signals {
         self.changed.notify_all();
     }
 
+    /// Has the thread that flushes do so at once, for tasks, which cannot wait for a flush
+    /// themselves. `false`: there is none.
+    pub(crate) fn flush_now(&self) -> bool {
+        let mut state = self.state();
+        let served = state.flushing && !state.stop;
+        if served && !state.flush {
+            state.flush = true;
+            self.changed.notify_all();
+        }
+        served
+    }
+
     pub(crate) fn stop(&self) {
         self.state().stop = true;
         self.changed.notify_all();
-        self.bell.ring();
+        self.dispatch.raise();
     }
 
     pub(crate) fn is_stopping(&self) -> bool {
@@ -139,6 +154,7 @@ pub(crate) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>> {
             }
         }
     }
+    engine.background.state().flushing = true;
     Ok(threads)
 }
 
@@ -154,14 +170,24 @@ fn flush_loop(engine: &Engine) {
     loop {
         // While something is written but not synced, the wait is at most one interval.
         let idle = if unsynced > 0 { flush } else { SWEEP_INTERVAL };
-        if !engine.background.wait(idle, |state| state.dirty) {
+        let ready = |state: &mut State| state.dirty || state.flush;
+        if !engine.background.wait(idle, ready) {
             return;
         }
-        if !engine.background.wait(flush, |_| false) {
+        if !engine.background.wait(flush, |state| state.flush) {
             return;
         }
-        engine.background.state().dirty = false;
-        let result = engine.flush_due(unsynced >= per_sync);
+        let asked = {
+            let mut state = engine.background.state();
+            state.dirty = false;
+            std::mem::take(&mut state.flush)
+        };
+        let result = if asked {
+            engine.flush_for_tasks()
+        } else {
+            engine.flush_due(unsynced >= per_sync)
+        };
+        engine.pay_waiters();
         let pending = engine.syncer.durable() < engine.core().writer.written();
         unsynced = if pending { unsynced + 1 } else { 0 };
         engine.note_background(Task::Flush, &result);
@@ -173,6 +199,7 @@ fn flush_loop(engine: &Engine) {
 
 fn sweep_loop(engine: &Engine) {
     let mut pause = SWEEP_INTERVAL;
+    let mut looked_ms = engine.now().boot_ms;
     loop {
         engine.deliver_events();
         let going = engine
@@ -181,6 +208,13 @@ fn sweep_loop(engine: &Engine) {
         if !going {
             return;
         }
+        engine.pay_waiters();
+        // A sleep does not count the time for which the machine was suspended; leases do.
+        let now_ms = engine.now().boot_ms;
+        if now_ms.saturating_sub(looked_ms) > to_ms(pause + SWEEP_INTERVAL) {
+            engine.time_moved();
+        }
+        looked_ms = now_ms;
         let result = engine.maintain();
         pause = if result.is_ok() {
             SWEEP_INTERVAL
@@ -221,6 +255,14 @@ impl Engine {
             self.write_out(&mut core)?;
         }
         if sync { self.sync_all() } else { Ok(()) }
+    }
+
+    /// Flushes as a caller does who waits, with a mark in front of what is written.
+    fn flush_for_tasks(&self) -> Result<()> {
+        if self.core().closed || self.poisoned().is_some() {
+            return Ok(());
+        }
+        self.sync_all()
     }
 
     /// Keeps the newest failure of each task until that task succeeds.

@@ -11,7 +11,7 @@ use super::handle::Handle;
 use super::lookup::{Completed, Searched, Snapshot, Wanted};
 use super::namespace::{Answer, ClaimOptions, Namespace, Space};
 use super::pass::{Ahead, Item, Resting, Rests, Written, later, next_pass};
-use super::update::{Attempt, Decided, Levels, Search, Step};
+use super::update::{Attempt, Basis, Decided, Levels, Search, Step};
 use super::{Engine, check_open};
 use crate::clock::Now;
 use crate::error::{Error, Result};
@@ -96,7 +96,18 @@ impl Filter {
         key: impl AsRef<[u8]>,
         options: &ObserveOptions,
     ) -> Result<Observed> {
-        let key = key.as_ref();
+        let (observed, basis) = self.observe_undurable(key.as_ref(), options)?;
+        self.handle.engine.ensure_basis(basis)?;
+        self.handle.engine.count(observed);
+        Ok(observed)
+    }
+
+    /// The same without the wait at the end.
+    pub(super) fn observe_undurable(
+        &self,
+        key: &[u8],
+        options: &ObserveOptions,
+    ) -> Result<(Observed, Basis)> {
         check_key(key)?;
         let engine = &self.handle.engine;
         let wanted = engine.wanted_in(&self.space, key);
@@ -125,10 +136,12 @@ impl Filter {
                     if appended {
                         engine.finish_append(&mut core, asked.level)?;
                     }
-                    drop(core);
-                    engine.ensure(rests.end, rests.failures, asked.level)?;
-                    engine.count(observed);
-                    return Ok(observed);
+                    let basis = Basis {
+                        end: rests.end,
+                        failures: rests.failures,
+                        level: asked.level,
+                    };
+                    return Ok((observed, basis));
                 }
             }
         }
@@ -153,6 +166,21 @@ impl Filter {
         keys: &[K],
         options: &ObserveOptions,
     ) -> Result<Vec<Result<Observed>>> {
+        let engine = &self.handle.engine;
+        let many = self.observe_many_undurable(keys, options)?;
+        if let Some(basis) = many.basis {
+            let ensured = engine.ensure_basis(basis);
+            ensured.map_err(|e| many.written.error_of_wait(e))?;
+        }
+        Ok(engine.counted(many.answers))
+    }
+
+    /// The same without the wait at the end.
+    pub(super) fn observe_many_undurable<K: AsRef<[u8]>>(
+        &self,
+        keys: &[K],
+        options: &ObserveOptions,
+    ) -> Result<ManyObserved> {
         let engine = &self.handle.engine;
         let mut items: Vec<Item<'_, Observed>> = keys
             .iter()
@@ -210,17 +238,15 @@ impl Filter {
                 engine.make_room(room).map_err(|e| written.error(e))?;
             }
         }
-        if let Some(rests) = rests {
-            let ensured = engine.ensure(rests.end, rests.failures, level);
-            ensured.map_err(|e| written.error_of_wait(e))?;
-        }
-        let answers: Vec<Result<Observed>> =
-            items.into_iter().filter_map(|item| item.answer).collect();
-        answers
-            .iter()
-            .flatten()
-            .for_each(|observed| engine.count(*observed));
-        Ok(answers)
+        Ok(ManyObserved {
+            answers: items.into_iter().filter_map(|item| item.answer).collect(),
+            basis: rests.map(|Rests { end, failures }| Basis {
+                end,
+                failures,
+                level,
+            }),
+            written,
+        })
     }
 
     /// Says for each key whether it is remembered, without remembering it. Another thread may
@@ -364,6 +390,13 @@ impl Filter {
     }
 }
 
+/// What came of a batch, before its wait.
+pub(super) struct ManyObserved {
+    pub(super) answers: Vec<Result<Observed>>,
+    pub(super) basis: Option<Basis>,
+    pub(super) written: Written,
+}
+
 /// What came of one key of a batch.
 enum One {
     Observed {
@@ -394,11 +427,18 @@ struct Batch<'a> {
 }
 
 impl Engine {
-    fn count(&self, observed: Observed) {
+    pub(super) fn count(&self, observed: Observed) {
         match observed {
             Observed::New => self.counters.new.add(1),
             Observed::Duplicate => self.counters.duplicates.add(1),
         }
+    }
+
+    pub(super) fn counted(&self, answers: Vec<Result<Observed>>) -> Vec<Result<Observed>> {
+        for observed in answers.iter().flatten() {
+            self.count(*observed);
+        }
+        answers
     }
 
     /// Decides about many keys: all are searched, then decided and appended under one lock, with
@@ -417,6 +457,9 @@ impl Engine {
             .map(|key| Item::new(self, batch.space, key))
             .collect();
         let done = self.decide_many(&batch, &mut items, decide, retention);
+        if self.waits.any() {
+            self.tell_waiters(batch.space, &items);
+        }
         answers.extend(items.into_iter().map(|item| item.answer));
         let (rests, written) = done?;
         let levels = batch.levels;
@@ -509,6 +552,21 @@ impl Engine {
         }
         Ok((rests, written))
     }
+
+    /// Tells those who wait for the keys of a batch, which may have failed half-way.
+    fn tell_waiters<R>(&self, space: &Space, items: &[Item<'_, Decided<R>>]) {
+        self.pay_waiters();
+        for item in items {
+            if let Some(Ok(Decided {
+                written: Some((entry, _)),
+                ..
+            })) = &item.answer
+            {
+                self.waits
+                    .changed(space.id, item.wanted.key, entry.ends_waits());
+            }
+        }
+    }
 }
 
 /// A claim to be committed in a batch: key, epoch, what is recorded, and whether it may be.
@@ -558,7 +616,7 @@ impl<C: EffectClass> Namespace<C> {
             .map(|(key, decided)| match decided?.into_probe() {
                 // A probe is user code: it is asked for one key at a time, with no lock held.
                 Err(_doubt) => self.claim_with(key, options),
-                Ok(decided) => Ok(self.verdict(key, decided, options.detached)),
+                Ok(decided) => self.granted(key, decided, options),
             })
             .collect())
     }

@@ -11,9 +11,10 @@ use std::time::Duration;
 use super::attach::Attachment;
 use super::class::{DirectCommit, EffectClass};
 use super::handle::Handle;
+use super::keep::Kept;
 use super::namespace::Namespace;
 use super::ticket::Ticket;
-use super::update::{Levels, Step, Write};
+use super::update::{Basis, Decided, Levels, Step, Write};
 use crate::error::Error;
 use crate::error::Result;
 use crate::format::record::FLAG_ATTACHED;
@@ -107,6 +108,15 @@ impl<C: EffectClass> ClaimVerdict<C> {
             ClaimVerdict::Duplicate(_) | ClaimVerdict::Rejected { .. } => Some(AckAdvice::Ack),
             ClaimVerdict::InDoubt(_) => Some(AckAdvice::Hold),
             ClaimVerdict::Mismatch | ClaimVerdict::Dead { .. } => Some(AckAdvice::DeadLetter),
+        }
+    }
+
+    pub(crate) fn claim_mut(&mut self) -> Option<&mut Claim<C>> {
+        match self {
+            ClaimVerdict::New(claim)
+            | ClaimVerdict::Takeover { claim, .. }
+            | ClaimVerdict::Retry { claim, .. } => Some(claim),
+            _ => None,
         }
     }
 
@@ -218,27 +228,36 @@ pub(crate) struct Held<C: EffectClass> {
     pub(crate) epoch: Stamp,
     pub(crate) attempt: u32,
     detached: bool,
+    pub(crate) lease_ms: u64,
+    /// The store renews the lease.
+    pub(crate) kept: Option<Kept>,
+    /// How durable an end by a drop is, if not as the namespace says.
+    pub(crate) drop_level: Option<Durability>,
     /// The claim has an end; dropping the guard does nothing.
     pub(crate) ended: bool,
 }
 
 impl<C: EffectClass> Held<C> {
     pub(crate) fn commit(&mut self, commit: Commit) -> Result<CommitVerdict> {
+        let _still = self.kept.as_ref().map(Kept::pause);
         let verdict = self.namespace.commit_epoch(&self.key, self.epoch, commit)?;
         self.ended = is_end(&verdict);
         Ok(verdict)
     }
 
     fn fail(&mut self, failure: &Failure, level: Option<Durability>) -> Result<Change> {
+        let _still = self.kept.as_ref().map(Kept::pause);
         let change = self
             .namespace
             .fail_epoch(&self.key, self.epoch, failure, level)?;
         self.ended = true;
+        self.kept.iter().for_each(Kept::end);
         Ok(change)
     }
 
     fn detach(&mut self) -> Ticket {
         self.ended = true;
+        self.kept = None;
         Ticket::new(self.namespace.name(), &self.key, self.epoch)
     }
 
@@ -246,8 +265,16 @@ impl<C: EffectClass> Held<C> {
         if self.ended || self.detached {
             return;
         }
+        // Renewals end before the claim does.
+        if let Some(kept) = self.kept.take() {
+            kept.end();
+            drop(kept.pause());
+        }
         // A claim that was not started never waited for the disk.
-        let level = matches!(failure, Failure::Release).then_some(Durability::Buffered);
+        let level = match failure {
+            Failure::Release => Some(Durability::Buffered),
+            _ => self.drop_level,
+        };
         // Nobody is left to tell: the claim stays pending then, and is an orphan after a reopen.
         if let Err(error) = self
             .namespace
@@ -269,6 +296,9 @@ impl<C: EffectClass> Held<C> {
             epoch: self.epoch,
             attempt: self.attempt,
             detached: self.detached,
+            lease_ms: self.lease_ms,
+            kept: self.kept.take(),
+            drop_level: self.drop_level,
             ended: self.ended,
         };
         self.ended = true;
@@ -365,6 +395,7 @@ impl<C: EffectClass> Claim<C> {
         epoch: Stamp,
         attempt: u32,
         detached: bool,
+        lease_ms: u64,
     ) -> Self {
         let (namespace, key) = (namespace.clone(), key.to_vec());
         Claim(Held {
@@ -374,6 +405,9 @@ impl<C: EffectClass> Claim<C> {
             epoch,
             attempt,
             detached,
+            lease_ms,
+            kept: None,
+            drop_level: None,
             ended: false,
         })
     }
@@ -554,23 +588,35 @@ impl<C: EffectClass> Namespace<C> {
         epoch: Stamp,
         commit: Commit,
     ) -> Result<CommitVerdict> {
-        self.check_outcome(key, commit.outcome.as_ref().map_or(0, Vec::len))?;
         if !commit.attached.is_empty() {
             return self.commit_attached(key, epoch, commit);
         }
+        let (decided, basis) = self.commit_undurable(key, epoch, &commit)?;
+        self.handle.engine.ensure_basis(basis)?;
+        let position = decided.written.map(|(_, position)| position);
+        self.commit_verdict(key, decided.answer, position, commit)
+    }
+
+    /// Appends a commit and does not wait.
+    pub(crate) fn commit_undurable(
+        &self,
+        key: &[u8],
+        epoch: Stamp,
+        commit: &Commit,
+    ) -> Result<(Decided<Committed>, Basis)> {
+        self.check_outcome(key, commit.outcome.as_ref().map_or(0, Vec::len))?;
         let level = self.level(commit.durability);
-        let decided = self.handle.engine.update_known(
+        self.handle.engine.update_undurable(
+            true,
             &self.space,
             key,
             Levels {
                 write: level,
                 answer: level,
             },
-            self.commit_retention(&commit),
-            |entry, env| commit_step(entry, env, epoch, &commit),
-        )?;
-        let position = decided.written.map(|(_, position)| position);
-        self.commit_verdict(key, decided.answer, position, commit)
+            self.commit_retention(commit),
+            |entry, env| commit_step(entry, env, epoch, commit),
+        )
     }
 
     pub(crate) fn commit_verdict(

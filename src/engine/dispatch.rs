@@ -52,7 +52,7 @@ impl Stopper {
     /// Lets the loop end after the entry it is at.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        self.outbox.handle.engine.background.bell.ring();
+        self.outbox.handle.engine.background.dispatch.raise();
     }
 }
 
@@ -191,12 +191,12 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::run_due`]; `Closed` when the store was closed.
     pub fn run(&self, mut deliver: impl FnMut(&OutboxEntry) -> Dispatched) -> Result<()> {
-        let bell = &self.outbox.handle.engine.background.bell;
+        let signal = &self.outbox.handle.engine.background.dispatch;
         while !self.is_stopped() {
-            let rings_count = bell.rings_count();
+            let raised_count = signal.raised_count();
             let (_, next_in) = self.run_until_none_is_due(&mut deliver)?;
             if !self.is_stopped() {
-                bell.wait(rings_count, next_in.unwrap_or(WAIT_MAX).min(WAIT_MAX));
+                signal.wait(raised_count, next_in.unwrap_or(WAIT_MAX).min(WAIT_MAX));
             }
         }
         Ok(())

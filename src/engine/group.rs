@@ -62,6 +62,8 @@ pub(crate) enum Grouped<R> {
 pub(crate) struct Written {
     pub(crate) position: Position,
     pub(crate) stamp: Stamp,
+    /// Nobody waits for the key any more.
+    ends_waits: bool,
 }
 
 /// One member as it was found, and what is to be written.
@@ -97,6 +99,29 @@ impl Engine {
 
     /// The same without the wait: the answer rests on what is returned beside it.
     pub(crate) fn append_group<R>(
+        &self,
+        members: &[Member<'_>],
+        levels: GroupLevels,
+        decide: impl FnMut(usize, Option<&Entry>, &Env) -> Result<MemberStep<R>>,
+    ) -> Result<(Grouped<R>, Option<Rests>)> {
+        let done = self.try_append_group(members, levels, decide);
+        match &done {
+            Ok((Grouped::Written(written), _)) if self.waits.any() => {
+                for (member, written) in members.iter().zip(written) {
+                    if let Some(written) = written {
+                        self.waits
+                            .changed(member.space.id, member.key, written.ends_waits);
+                    }
+                }
+            }
+            Ok(_) => {}
+            // What failed may have changed other keys: a write that was taken back does.
+            Err(_) => self.pay_waiters(),
+        }
+        done
+    }
+
+    fn try_append_group<R>(
         &self,
         members: &[Member<'_>],
         levels: GroupLevels,
@@ -298,6 +323,7 @@ impl Engine {
                 *place = Some(Written {
                     position,
                     stamp: planned.entry.epoch(),
+                    ends_waits: planned.entry.ends_waits(),
                 });
             }
         }
@@ -321,7 +347,7 @@ impl Engine {
         if let Some(queue) = core.outboxes.get_mut(&namespace) {
             queue.put(place, queued);
         }
-        self.background.bell.ring();
+        self.background.dispatch.raise();
     }
 
     /// Returns the hash of an entry's ordering key.

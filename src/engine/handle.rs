@@ -43,13 +43,18 @@ impl Handle {
     fn close(&self) -> Result<()> {
         let closed = self.engine.close();
         self.engine.background.stop();
+        let timer = self.engine.timers.stop();
+        // Whoever waits finds the store closed; whoever waited for a flush leads its own, and is
+        // told so.
+        self.engine.waits.ring_all();
+        self.engine.syncer.ring_tasks();
         if !self.engine.home.is_at_home() {
             // The threads are the parent's; a forked child has none to wait for.
             return closed;
         }
         let threads =
             std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        for thread in threads {
+        for thread in threads.into_iter().chain(timer) {
             // The last handle may be dropped by a callback on one of these threads.
             if thread.thread().id() != std::thread::current().id() {
                 thread.join().unwrap_or_default();
@@ -136,6 +141,7 @@ impl DedupLog {
     }
 
     fn start(engine: Arc<Engine>) -> Result<DedupLog> {
+        engine.follow_clock();
         let threads = if engine.options.background {
             background::start(&engine)?
         } else {
@@ -341,6 +347,7 @@ impl Engine {
             evicted_count: c.evicted.get(),
             stalls_count: c.stalls.get(),
             background_failures_count: c.background_failures.get(),
+            waiters_count: self.waits.count(),
             ..Stats::default()
         };
         let now = self.now();

@@ -3,16 +3,17 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 use shuttle::rand::Rng;
 use shuttle::thread;
 
 use crate::clock::ManualClock;
 use crate::log::sync::primitives::explore;
-use crate::vfs::sim::{Fault, FaultKind, PowerCut, SimDisk};
+use crate::vfs::sim::{Fault, FaultKind, Op, PowerCut, SimDisk};
 use crate::{
-    Applied, ClaimVerdict, DedupLog, Durability, Filter, KeyState, NamespaceOptions,
-    ObserveOptions, Observed, Options, Repeatable, Result, ZeroFill,
+    Applied, Claim, ClaimVerdict, DedupLog, Durability, ErrorKind, Failure, Filter, KeyState,
+    NamespaceOptions, ObserveOptions, Observed, Options, Repeatable, Result, ZeroFill,
 };
 
 const KEYS: u32 = 3;
@@ -169,5 +170,93 @@ fn one_of_two_claimants_commits() {
             jobs.claim("job").unwrap(),
             ClaimVerdict::Duplicate(_)
         ));
+    });
+}
+
+/// Waits until the test is over: the clock stands still, so only a ring ends it. One that is lost
+/// is a deadlock, which the scheduler reports.
+const LONG: Duration = Duration::from_secs(60);
+
+/// The owner ends in one of several ways while two wait and one tries once: whoever waits gets the
+/// outcome, or inherits the claim, and the effect happens once.
+#[test]
+fn waiters_get_the_outcome_or_inherit_the_claim() {
+    explore("claim_wait", || {
+        let disk = SimDisk::new();
+        let log = open(&disk);
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let jobs = log.namespace::<Repeatable>("j", options).unwrap();
+        let effects = Arc::new(AtomicU32::new(0));
+        let commit = |mut claim: Claim<Repeatable>, effects: &AtomicU32| {
+            effects.fetch_add(1, Ordering::SeqCst);
+            drop(claim.commit(b"").unwrap());
+        };
+        let owner = jobs.claim("job").unwrap().claim().unwrap();
+        let mut all: Vec<_> = (0..2)
+            .map(|_| {
+                let (jobs, effects) = (jobs.clone(), Arc::clone(&effects));
+                thread::spawn(move || match jobs.claim_wait("job", LONG).unwrap() {
+                    ClaimVerdict::New(claim) | ClaimVerdict::Retry { claim, .. } => {
+                        commit(claim, &effects);
+                    }
+                    ClaimVerdict::Duplicate(_) => {}
+                    other => panic!("{other:?}"),
+                })
+            })
+            .collect();
+        let once = jobs.clone();
+        all.push(thread::spawn(move || drop(once.claim("job").unwrap())));
+        match shuttle::rand::thread_rng().gen_range(0..4) {
+            0 => commit(owner, &effects),
+            1 => drop(owner),
+            2 => {
+                let failure = Failure::retryable(Duration::ZERO, "");
+                assert!(owner.fail(failure).unwrap().is_applied());
+            }
+            _ => assert!(jobs.forget("job", true).unwrap().is_applied()),
+        }
+        join(all);
+        assert_eq!(effects.load(Ordering::SeqCst), 1);
+        assert_eq!(log.stats().waiters_count, 0);
+    });
+}
+
+/// A close, and a flush that fails, end every wait, whenever they come.
+fn a_wait_ends(name: &str, end: impl Fn(&SimDisk, DedupLog) -> ErrorKind + Send + Sync + 'static) {
+    explore(name, move || {
+        let disk = SimDisk::new();
+        let log = open(&disk);
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let jobs = log.namespace::<Repeatable>("j", options).unwrap();
+        let held = jobs.claim("job").unwrap().claim().unwrap();
+        let all: Vec<_> = (0..2)
+            .map(|_| {
+                let jobs = jobs.clone();
+                thread::spawn(move || jobs.claim_wait("job", LONG).unwrap_err().kind())
+            })
+            .collect();
+        let expected = end(&disk, log);
+        for waiter in all {
+            assert_eq!(waiter.join().unwrap(), expected);
+        }
+        drop(held);
+    });
+}
+
+#[test]
+fn a_close_ends_every_wait() {
+    a_wait_ends("claim_wait, close", |_, log| {
+        log.close().unwrap();
+        ErrorKind::Closed
+    });
+}
+
+#[test]
+fn a_failed_flush_ends_every_wait() {
+    a_wait_ends("claim_wait, poison", |disk, log| {
+        let filter = filter(&log);
+        disk.fail(Fault::sticky(disk.steps(), FaultKind::Io).only(Op::Sync));
+        assert!(filter.observe("k").is_err());
+        ErrorKind::Poisoned
     });
 }

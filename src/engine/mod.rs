@@ -15,12 +15,15 @@ pub(crate) mod claim;
 pub(crate) mod class;
 mod core;
 pub(crate) mod dispatch;
+mod future;
 mod group;
 pub(crate) mod handle;
 mod hint;
 #[cfg(all(test, idemlog_shuttle))]
 mod interleaved;
+mod keep;
 mod listing;
+pub(crate) mod lock;
 mod lookup;
 mod merge;
 pub(crate) mod namespace;
@@ -41,12 +44,15 @@ pub(crate) mod snowflake;
 mod space;
 mod sweep;
 pub(crate) mod ticket;
+mod timers;
 #[cfg(feature = "token")]
 pub(crate) mod token;
 #[cfg(feature = "bincode")]
 mod typed;
 mod update;
 pub(crate) mod verify;
+pub(crate) mod wait;
+mod waits;
 pub(crate) mod watermarks;
 
 use std::collections::BTreeMap;
@@ -104,6 +110,8 @@ pub(crate) struct Engine {
     events: Mutex<Vec<Event>>,
     background_errors: RwLock<BTreeMap<background::Task, String>>,
     pub(crate) background: background::Signals,
+    pub(crate) waits: waits::Waits,
+    pub(crate) timers: timers::Timers,
     pub(crate) report: OpenReport,
     /// Why the store is open for reading what is left of it only.
     salvaged: Option<String>,
@@ -177,13 +185,27 @@ impl Engine {
         let anchor = self.time.anchor(self.clock(), push_ms, confirmed);
         self.edit_manifest_at(anchor, |_| ())?;
         self.time.push(push_ms, confirmed);
+        self.owe_waiters();
         Ok(())
+    }
+
+    /// Says, with locks held, that everybody who waits must look again.
+    pub(crate) fn owe_waiters(&self) {
+        self.waits.owe();
+        self.background.wake();
+    }
+
+    /// Wakes those to whom that is owed, with no lock held.
+    pub(crate) fn pay_waiters(&self) {
+        self.waits.pay();
+        self.syncer.ring_owed();
     }
 
     /// Refuses every write from here on.
     pub(crate) fn poison_with(&self, cause: String) {
         if self.poison.set(cause.clone()) {
             self.syncer.poison();
+            self.owe_waiters();
             self.tell(Event::Poisoned { message: cause });
         }
     }

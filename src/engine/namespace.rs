@@ -5,10 +5,12 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::Engine;
 use super::claim::{Claim, ClaimVerdict, Commit};
 use super::class::{EffectClass, Probeable};
 use super::handle::Handle;
-use super::update::{Decided, Levels, Step, Write};
+use super::update::{Basis, Decided, Levels, Step, Write};
+use super::wait::Asking;
 use crate::clock::Now;
 use crate::error::{Error, Result};
 use crate::format::record::Kind;
@@ -35,6 +37,7 @@ pub struct ClaimOptions {
     pub(crate) fingerprint: Option<Fingerprint>,
     pub(crate) lease: Option<Duration>,
     pub(crate) detached: bool,
+    pub(crate) auto_renew: Option<Duration>,
 }
 
 impl ClaimOptions {
@@ -58,6 +61,13 @@ impl ClaimOptions {
     /// Sets whether the claim outlives this process; only its lease ends it then. Default: no.
     pub fn detached(mut self, detached: bool) -> Self {
         self.detached = detached;
+        self
+    }
+
+    /// Has the store renew the claim's lease as long as its guard lives, until `ceiling` after the
+    /// claim; see [`Claim::keep_alive`]. Default: it does not.
+    pub fn auto_renew(mut self, ceiling: Duration) -> Self {
+        self.auto_renew = Some(ceiling);
         self
     }
 }
@@ -167,21 +177,65 @@ impl<C: EffectClass> Namespace<C> {
     ) -> Result<ClaimVerdict<C>> {
         let key = key.as_ref();
         check_key(key)?;
-        let request = self.request(options);
-        let decided = self.handle.engine.update(
+        let (decided, basis) = self.claim_undurable(key, &self.request(options), true)?;
+        self.handle.engine.ensure_basis(basis)?;
+        self.granted(key, decided, options)
+    }
+
+    /// Decides a claim and does not wait. Who may not be granted it, because others wait longer,
+    /// is answered `Absent` where it could have been, and leaves the probe to them.
+    pub(crate) fn claim_undurable(
+        &self,
+        key: &[u8],
+        request: &Request,
+        may_be_granted: bool,
+    ) -> Result<(Decided<Answer>, Basis)> {
+        let engine = &self.handle.engine;
+        let (decided, basis) = engine.update_undurable(
+            false,
             &self.space,
             key,
-            self.claim_levels(options.detached),
+            self.claim_levels(request.detached),
             self.space.options.retention,
-            |entry, env| self.decide_claim(entry, env, &request),
+            |entry, env| match self.decide_claim(entry, env, request) {
+                Step::Write(_, Answer::Granted { .. }) | Step::Answer(Answer::Probe(_))
+                    if !may_be_granted =>
+                {
+                    Step::Answer(Answer::State {
+                        state: KeyState::Absent,
+                        busy_ms: None,
+                    })
+                }
+                step => step,
+            },
         )?;
-        match decided.answer {
-            Answer::Probe(doubt) => self.claim_after_probe(key, &doubt, &request),
-            _ => {
-                self.wait_for_answers([&decided])?;
-                Ok(self.verdict(key, decided, options.detached))
-            }
+        let (decided, basis) = match decided.answer {
+            Answer::Probe(doubt) => self.claim_after_probe(key, &doubt, request)?,
+            _ => (decided, basis),
+        };
+        // A state that the call has settled is told only when it is as durable as such states are.
+        let is_settled =
+            decided.written.is_some() && !matches!(decided.answer, Answer::Granted { .. });
+        let level = if is_settled {
+            self.level(None)
+        } else {
+            basis.level
+        };
+        Ok((decided, Basis { level, ..basis }))
+    }
+
+    /// Turns a decision into what the caller gets, and does for the guard what was asked.
+    pub(crate) fn granted(
+        &self,
+        key: &[u8],
+        decided: Decided<Answer>,
+        options: &ClaimOptions,
+    ) -> Result<ClaimVerdict<C>> {
+        let mut verdict = self.verdict(key, decided, options.detached);
+        if let (Some(ceiling), Some(claim)) = (options.auto_renew, verdict.claim_mut()) {
+            claim.keep_alive(ceiling)?;
         }
+        Ok(verdict)
     }
 
     pub(crate) fn request(&self, options: &ClaimOptions) -> Request {
@@ -299,18 +353,23 @@ impl<C: EffectClass> Namespace<C> {
         key: &[u8],
         doubt: &Doubt,
         request: &Request,
-    ) -> Result<ClaimVerdict<C>> {
-        let found = self.probe.as_ref().map_or(Probed::Unknown, |probe| {
-            probe(&ProbeRequest {
-                namespace: &self.space.name,
-                key,
-                doubt: doubt.clone(),
-            })
-        });
+    ) -> Result<(Decided<Answer>, Basis)> {
+        let found = match &self.probe {
+            None => Probed::Unknown,
+            Some(probe) => {
+                let _asking = Asking::begin(&self.handle.engine, &self.space, key)?;
+                probe(&ProbeRequest {
+                    namespace: &self.space.name,
+                    key,
+                    doubt: doubt.clone(),
+                })
+            }
+        };
         if let Probed::Applied(outcome) = &found {
             self.check_outcome(key, outcome.len())?;
         }
-        let decided = self.handle.engine.update_known(
+        self.handle.engine.update_undurable(
+            true,
             &self.space,
             key,
             self.claim_levels(request.detached),
@@ -325,9 +384,7 @@ impl<C: EffectClass> Namespace<C> {
                     step => step,
                 },
             },
-        )?;
-        self.wait_for_answers([&decided])?;
-        Ok(self.verdict(key, decided, request.detached))
+        )
     }
 
     /// A claim waits for nothing, but a state that a call has settled (done by a probe or
@@ -363,9 +420,10 @@ impl<C: EffectClass> Namespace<C> {
         match decided.answer {
             Answer::Granted { previous, retry } => {
                 let entry = decided.written.map(|(entry, _)| entry);
-                let (epoch, attempt) =
-                    entry.map_or((Stamp::from_u64(0), 0), |e| (e.epoch(), e.state.attempt));
-                let claim = Claim::new(self, key, epoch, attempt, detached);
+                let (epoch, attempt, lease_ms) = entry.map_or((Stamp::from_u64(0), 0, 0), |e| {
+                    (e.epoch(), e.state.attempt, e.state.lease_ms)
+                });
+                let claim = Claim::new(self, key, epoch, attempt, detached, u64::from(lease_ms));
                 match previous {
                     None => {
                         engine.counters.new.add(1);
@@ -425,13 +483,18 @@ impl<C: EffectClass> Namespace<C> {
         resolution: Resolution,
     ) -> Result<Change> {
         let key = key.as_ref();
-        check_key(key)?;
-        if let Resolution::Applied(outcome) = &resolution {
-            self.check_outcome(key, outcome.len())?;
-        }
+        self.check_resolution(key, &resolution)?;
         self.change(key, self.level(None), None, |entry, env| {
             model::resolve(entry, env, epoch, &resolution)
         })
+    }
+
+    pub(crate) fn check_resolution(&self, key: &[u8], resolution: &Resolution) -> Result<()> {
+        check_key(key)?;
+        match resolution {
+            Resolution::Applied(outcome) => self.check_outcome(key, outcome.len()),
+            _ => Ok(()),
+        }
     }
 
     /// Makes a key absent, durably. A pending or in-doubt key is refused unless `forced`; then
@@ -465,26 +528,35 @@ impl<C: EffectClass> Namespace<C> {
         key: &[u8],
         level: Durability,
         lease_ms: Option<u64>,
-        mut decide: impl FnMut(Option<&Entry>, &Env) -> ChangeDecision,
+        decide: impl FnMut(Option<&Entry>, &Env) -> ChangeDecision,
     ) -> Result<Change> {
-        let levels = Levels {
-            write: level,
-            answer: level,
-        };
-        let decided = self.handle.engine.update_known(
-            &self.space,
-            key,
-            levels,
-            self.space.options.retention,
-            |entry, env| change_step(decide(entry, env), entry, env, lease_ms),
-        )?;
-        if matches!(decided.answer, Change::Fenced { .. }) {
+        let (change, basis) = self.change_undurable(key, level, lease_ms, decide)?;
+        self.handle.engine.ensure_basis(basis)?;
+        Ok(self.told(key, change))
+    }
+
+    /// The same without the wait at the end.
+    pub(crate) fn change_undurable(
+        &self,
+        key: &[u8],
+        level: Durability,
+        lease_ms: Option<u64>,
+        decide: impl FnMut(Option<&Entry>, &Env) -> ChangeDecision,
+    ) -> Result<(Change, Basis)> {
+        let engine = &self.handle.engine;
+        let (decided, basis) = engine.change(&self.space, key, level, lease_ms, decide)?;
+        Ok((decided.answer, basis))
+    }
+
+    /// Tells of a change what others want to know.
+    pub(crate) fn told(&self, key: &[u8], change: Change) -> Change {
+        if matches!(change, Change::Fenced { .. }) {
             self.tell_fenced(key);
         }
-        if matches!(&decided.answer, Change::Applied(KeyState::Dead { .. })) {
+        if matches!(&change, Change::Applied(KeyState::Dead { .. })) {
             self.tell_dead(key);
         }
-        Ok(decided.answer)
+        change
     }
 
     pub(crate) fn tell_fenced(&self, key: &[u8]) {
@@ -503,6 +575,18 @@ impl<C: EffectClass> Namespace<C> {
         failure: &Failure,
         level: Option<Durability>,
     ) -> Result<Change> {
+        let (change, basis) = self.fail_undurable(key, epoch, failure, level)?;
+        self.handle.engine.ensure_basis(basis)?;
+        Ok(self.told(key, change))
+    }
+
+    pub(crate) fn fail_undurable(
+        &self,
+        key: &[u8],
+        epoch: Stamp,
+        failure: &Failure,
+        level: Option<Durability>,
+    ) -> Result<(Change, Basis)> {
         // Where nothing waited for the disk a release need not wait either: a claim that comes
         // back after a crash is an orphan, and claimed again. One that was started would come
         // back in doubt.
@@ -510,12 +594,23 @@ impl<C: EffectClass> Namespace<C> {
             Failure::Release if !C::KIND.starts_durably() => level.unwrap_or(Durability::Buffered),
             _ => self.level(level),
         };
-        self.change(key, level, None, |entry, env| {
+        self.change_undurable(key, level, None, |entry, env| {
             model::fail(entry, env, epoch, failure)
         })
     }
 
     pub(crate) fn start_epoch(&self, key: &[u8], epoch: Stamp, evidence: &[u8]) -> Result<Change> {
+        let (change, basis) = self.start_undurable(key, epoch, evidence)?;
+        self.handle.engine.ensure_basis(basis)?;
+        Ok(self.told(key, change))
+    }
+
+    pub(crate) fn start_undurable(
+        &self,
+        key: &[u8],
+        epoch: Stamp,
+        evidence: &[u8],
+    ) -> Result<(Change, Basis)> {
         if evidence.len() > crate::key::EVIDENCE_BYTES_MAX {
             return Err(Error::invalid(format!(
                 "evidence over the limit: bytes={} bytes_max={}",
@@ -528,7 +623,7 @@ impl<C: EffectClass> Namespace<C> {
         } else {
             Durability::Buffered
         };
-        self.change(key, level, Some(0), |entry, env| {
+        self.change_undurable(key, level, Some(0), |entry, env| {
             model::start(entry, env, epoch, evidence)
         })
     }
@@ -551,6 +646,31 @@ impl Namespace<Probeable> {
     ) -> Self {
         self.probe = Some(Arc::new(probe));
         self
+    }
+}
+
+impl Engine {
+    /// Decides about a change and does not wait.
+    pub(crate) fn change(
+        &self,
+        space: &Space,
+        key: &[u8],
+        level: Durability,
+        lease_ms: Option<u64>,
+        mut decide: impl FnMut(Option<&Entry>, &Env) -> ChangeDecision,
+    ) -> Result<(Decided<Change>, Basis)> {
+        let levels = Levels {
+            write: level,
+            answer: level,
+        };
+        self.update_undurable(
+            true,
+            space,
+            key,
+            levels,
+            space.options.retention,
+            |entry, env| change_step(decide(entry, env), entry, env, lease_ms),
+        )
     }
 }
 

@@ -184,7 +184,7 @@ impl Outbox {
             places.filter(|place| queue.release(*place)).count()
         })?;
         if released > 0 {
-            engine.background.bell.ring();
+            engine.background.dispatch.raise();
         }
         Ok(())
     }
@@ -228,7 +228,7 @@ impl Outbox {
         }
         if gone > 0 {
             // The next one of an ordering key may be due now.
-            engine.background.bell.ring();
+            engine.background.dispatch.raise();
         }
         Ok(gone)
     }
@@ -334,7 +334,7 @@ impl Outbox {
                 queue.change(entry.place, queued);
             }
         }
-        engine.background.bell.ring();
+        engine.background.dispatch.raise();
         Ok(true)
     }
 

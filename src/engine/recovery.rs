@@ -28,6 +28,8 @@ use super::open::{find_orphans, open_segment, remove_orphans};
 use super::poison::Poison;
 use super::runs::{SealedSegment, install_sealed, open_run, open_sealed};
 use super::settle::{finish_writing_anew, read_image, settle_segment};
+use super::timers::Timers;
+use super::waits::Waits;
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::Manifest;
@@ -326,10 +328,8 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         &mut report,
     )?;
     let (segment, replayed) = active;
-    let place = |(at, namespace): (&u32, &u16)| (Position::new(segment.id, *at), *namespace);
-    let unsettled: Vec<(Position, u16)> = replayed.unsettled.iter().map(place).collect();
+    let unsettled = places(segment.id, &replayed.unsettled);
     let writer = Writer::new(segment, replayed.end);
-    let end = writer.end();
     let stamps = parts.options.stamps(parts.generation, parts.reserved);
     let mut core = Core::new(writer, replayed.table, replayed.tally, stamps);
     core.next = next.into();
@@ -357,8 +357,8 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         generation: parts.generation,
         pid: std::process::id(),
         home: ForkGuard::new(),
+        syncer: Syncer::new(core.writer.end()),
         core: Mutex::new(core),
-        syncer: Syncer::new(end),
         catalog: Mutex::new(catalog),
         maintenance: Mutex::default(),
         merging: Mutex::default(),
@@ -369,6 +369,8 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         events: Mutex::default(),
         background_errors: RwLock::default(),
         background: Signals::default(),
+        waits: Waits::default(),
+        timers: Timers::default(),
         report,
         salvaged: None,
     };
@@ -377,6 +379,12 @@ fn build_engine(parts: Parts) -> Result<Engine> {
     engine.gather_unsettled(listed, unsettled)?;
     engine.count_unsettled();
     Ok(engine)
+}
+
+/// Returns where in the log the records of a segment are.
+fn places(segment: u64, records: &BTreeMap<u32, u16>) -> Vec<(Position, u16)> {
+    let place = |(at, namespace): (&u32, &u16)| (Position::new(segment, *at), *namespace);
+    records.iter().map(place).collect()
 }
 
 /// Makes the unlinking of dropped segments durable, before the manifest forgets them.

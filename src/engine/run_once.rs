@@ -144,38 +144,19 @@ impl<C: EffectClass> Namespace<C> {
         options: &ClaimOptions,
         effect: impl FnOnce(&Attempt) -> std::result::Result<Vec<u8>, Failure>,
     ) -> Result<RunVerdict> {
-        let (claim, previous) = match self.claim_with(key, options)? {
-            ClaimVerdict::New(claim) => (claim, None),
-            ClaimVerdict::Takeover { claim, previous }
-            | ClaimVerdict::Retry { claim, previous } => (claim, Some(previous)),
-            ClaimVerdict::Busy {
-                attempt,
-                owner,
-                lease_left,
-            } => {
-                return Ok(RunVerdict::Busy {
-                    attempt,
-                    owner,
-                    lease_left,
-                });
-            }
-            ClaimVerdict::Duplicate(done) => return Ok(RunVerdict::Replayed(done)),
-            ClaimVerdict::Backoff { after, error } => {
-                return Ok(RunVerdict::Backoff { after, error });
-            }
-            ClaimVerdict::Rejected { error } => return Ok(RunVerdict::Rejected { error }),
-            ClaimVerdict::Dead { attempts, error } => {
-                return Ok(RunVerdict::Dead { attempts, error });
-            }
-            ClaimVerdict::InDoubt(doubt) => return Ok(RunVerdict::InDoubt(doubt)),
-            ClaimVerdict::Mismatch => return Ok(RunVerdict::Mismatch),
-        };
-        let attempt = Attempt {
-            namespace: self.name().to_owned(),
-            key: claim.key().to_vec(),
-            epoch: claim.epoch(),
-            attempt: claim.attempt(),
-            previous,
+        let verdict = self.claim_with(key, options)?;
+        self.run_claimed(verdict, effect)
+    }
+
+    /// Runs the effect if a claim was handed out.
+    pub(super) fn run_claimed(
+        &self,
+        verdict: ClaimVerdict<C>,
+        effect: impl FnOnce(&Attempt) -> std::result::Result<Vec<u8>, Failure>,
+    ) -> Result<RunVerdict> {
+        let (claim, attempt) = match self.attempt(verdict) {
+            Ok(begun) => begun,
+            Err(answer) => return Ok(answer),
         };
         let started = self.begin(claim)?;
         // If `effect` panics, the guard's drop records that its outcome is unknown.
@@ -187,6 +168,47 @@ impl<C: EffectClass> Namespace<C> {
                 }
             },
         }
+    }
+
+    /// Returns the claim and what its effect knows of it, or the answer if none was handed out.
+    pub(super) fn attempt(
+        &self,
+        verdict: ClaimVerdict<C>,
+    ) -> std::result::Result<(Claim<C>, Attempt), RunVerdict> {
+        let (claim, previous) = match verdict {
+            ClaimVerdict::New(claim) => (claim, None),
+            ClaimVerdict::Takeover { claim, previous }
+            | ClaimVerdict::Retry { claim, previous } => (claim, Some(previous)),
+            ClaimVerdict::Busy {
+                attempt,
+                owner,
+                lease_left,
+            } => {
+                return Err(RunVerdict::Busy {
+                    attempt,
+                    owner,
+                    lease_left,
+                });
+            }
+            ClaimVerdict::Duplicate(done) => return Err(RunVerdict::Replayed(done)),
+            ClaimVerdict::Backoff { after, error } => {
+                return Err(RunVerdict::Backoff { after, error });
+            }
+            ClaimVerdict::Rejected { error } => return Err(RunVerdict::Rejected { error }),
+            ClaimVerdict::Dead { attempts, error } => {
+                return Err(RunVerdict::Dead { attempts, error });
+            }
+            ClaimVerdict::InDoubt(doubt) => return Err(RunVerdict::InDoubt(doubt)),
+            ClaimVerdict::Mismatch => return Err(RunVerdict::Mismatch),
+        };
+        let attempt = Attempt {
+            namespace: self.name().to_owned(),
+            key: claim.key().to_vec(),
+            epoch: claim.epoch(),
+            attempt: claim.attempt(),
+            previous,
+        };
+        Ok((claim, attempt))
     }
 
     /// Starts the claim durably where the class asks for it. The other classes write no start:

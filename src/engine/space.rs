@@ -63,10 +63,13 @@ impl Engine {
     }
 
     pub(crate) fn confirm_time(&self) -> Result<()> {
-        let _one_at_a_time = self.maintenance();
+        let one_at_a_time = self.maintenance();
         self.check_whole()?;
         self.check_writable(&self.core())?;
-        self.push_time(true)
+        let pushed = self.push_time(true);
+        drop(one_at_a_time);
+        self.pay_waiters();
+        pushed
     }
 
     /// A poisoned store answers only from what was durable before the fault.
@@ -156,7 +159,7 @@ impl Engine {
     /// ever found. Its bytes go with their segments.
     pub(crate) fn purge(&self, name: &str, forced: bool) -> Result<()> {
         self.check_whole()?;
-        let _one_at_a_time = self.maintenance();
+        let one_at_a_time = self.maintenance();
         let id = {
             let core = self.core();
             self.check_writable(&core)?;
@@ -181,6 +184,9 @@ impl Engine {
         core.namespaces.remove(&id);
         core.outboxes.remove(&id);
         core.forget_namespace(id);
+        drop(core);
+        drop(one_at_a_time);
+        self.waits.ring_all();
         Ok(())
     }
 }

@@ -39,7 +39,11 @@ impl Engine {
     /// Does all background work that is due. One caller at a time.
     pub(crate) fn maintain(&self) -> Result<()> {
         self.deliver_events();
+        if !self.options.background {
+            self.run_timers();
+        }
         let done = self.maintain_held(&mut self.maintenance());
+        self.pay_waiters();
         self.deliver_events();
         done
     }
@@ -267,7 +271,7 @@ impl Engine {
             (core.writer.end(), FailureCount::new(core.failures))
         };
         if self.syncer.durable() < end {
-            self.ensure(end, failures, crate::options::Durability::Power)?;
+            self.ensure_durable(end, failures)?;
         }
         if self.core().failures != failed_before {
             // What had superseded a record here, so that it was not carried over, may have been

@@ -50,6 +50,14 @@ pub(crate) struct Decided<R> {
     pub(crate) written: Option<(Entry, Position)>,
 }
 
+/// What an answer rests on, and how durable that must be before the answer is told.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Basis {
+    pub(crate) end: Position,
+    pub(crate) failures: FailureCount,
+    pub(crate) level: Durability,
+}
+
 /// What a decision under the lock came to.
 pub(crate) enum Attempt<R> {
     Done {
@@ -83,22 +91,37 @@ impl Engine {
         retention: Retention,
         decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
     ) -> Result<Decided<R>> {
-        self.update_from(false, space, key, levels, retention, decide)
+        let (decided, basis) =
+            self.update_undurable(false, space, key, levels, retention, decide)?;
+        self.ensure_basis(basis)?;
+        Ok(decided)
     }
 
-    /// The same for a key that is there, and mostly in the active segment: that is asked first.
-    pub(crate) fn update_known<R>(
+    /// The same without the wait at the end. Whoever waits for the key is told at once. `is_known`:
+    /// the key is there, and mostly in the active segment, which is asked first.
+    pub(crate) fn update_undurable<R>(
         &self,
+        is_known: bool,
         space: &Space,
         key: &[u8],
         levels: Levels,
         retention: Retention,
         decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
-    ) -> Result<Decided<R>> {
-        self.update_from(true, space, key, levels, retention, decide)
+    ) -> Result<(Decided<R>, Basis)> {
+        let done = self.try_update(is_known, space, key, levels, retention, decide);
+        match &done {
+            Ok((Decided { written, .. }, _)) => {
+                if let Some((entry, _)) = written {
+                    self.waits.changed(space.id, key, entry.ends_waits());
+                }
+            }
+            // What failed may have changed other keys: a write that was taken back does.
+            Err(_) => self.pay_waiters(),
+        }
+        done
     }
 
-    fn update_from<R>(
+    fn try_update<R>(
         &self,
         mut in_file: bool,
         space: &Space,
@@ -106,7 +129,7 @@ impl Engine {
         levels: Levels,
         retention: Retention,
         mut decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
-    ) -> Result<Decided<R>> {
+    ) -> Result<(Decided<R>, Basis)> {
         let wanted = self.wanted_in(space, key);
         loop {
             let snapshot = self.snapshot(wanted.h);
@@ -153,8 +176,12 @@ impl Engine {
                         Some(_) => levels.write,
                         None => levels.answer,
                     };
-                    self.ensure(end, failures, level)?;
-                    return Ok(decided);
+                    let basis = Basis {
+                        end,
+                        failures,
+                        level,
+                    };
+                    return Ok((decided, basis));
                 }
             }
         }

@@ -2,6 +2,7 @@
 //! syncer makes positions durable for many callers with one flush; replay reads a segment back.
 //! Nothing here knows the index.
 
+pub(crate) mod bell;
 pub(crate) mod replay;
 pub(crate) mod salvage;
 pub(crate) mod segment;

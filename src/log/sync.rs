@@ -6,11 +6,16 @@
 //! B. A failed flush is never retried and never forgotten: every later wait gets the error.
 //! C. A waiter is woken once: served, failed, or made the next leader. There is a leader as long
 //!    as there are waiters.
+//! D. A task never leads: whoever polls it has a thread that waits in its place (see
+//!    `engine/future.rs`). It is registered before it looks, and rung behind every change that may
+//!    end its wait. No lock is held then: a ring may run the task's waker.
 
+use std::collections::BTreeMap;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use self::primitives::{Arc, AtomicU8, Mutex, MutexGuard, Thread};
+use super::bell::{Bell, Listening};
 use crate::position::Position;
 
 /// What threads meet at. Under `--cfg idemlog_shuttle` a scheduler takes their place that tries
@@ -18,13 +23,13 @@ use crate::position::Position;
 pub(crate) mod primitives {
     #[cfg(all(test, idemlog_shuttle))]
     pub(crate) use shuttle::{
-        sync::atomic::AtomicU8,
+        sync::atomic::{AtomicBool, AtomicU8, AtomicUsize},
         sync::{Arc, Mutex, MutexGuard},
         thread::{Thread, current, park},
     };
     #[cfg(not(all(test, idemlog_shuttle)))]
     pub(crate) use std::{
-        sync::atomic::AtomicU8,
+        sync::atomic::{AtomicBool, AtomicU8, AtomicUsize},
         sync::{Arc, Mutex, MutexGuard},
         thread::{Thread, current, park},
     };
@@ -77,6 +82,11 @@ struct State {
     failures: Vec<Failure>,
     poisoned: bool,
     waiters: Vec<Waiter>,
+    /// By what each waits for, and a number.
+    tasks: BTreeMap<(Position, u64), Arc<Bell>>,
+    task_next: u64,
+    /// All tasks are to be rung, by whoever holds no lock (D).
+    rings_owed: bool,
 }
 
 /// Records behind `kept` that were appended before this failure are gone.
@@ -121,6 +131,9 @@ impl Syncer {
             failures: Vec::new(),
             poisoned: false,
             waiters: Vec::new(),
+            tasks: BTreeMap::new(),
+            task_next: 0,
+            rings_owed: false,
         };
         Syncer {
             state: Mutex::new(state),
@@ -168,6 +181,58 @@ impl Syncer {
         wake_all(&mut state);
     }
 
+    /// Registers a task that waits for `target` (D).
+    pub(crate) fn join(&self, target: Position) -> TaskPlace<'_> {
+        let bell = Arc::new(Bell::default());
+        let listening = bell.listen();
+        let mut state = self.state();
+        state.task_next += 1;
+        let at = (target, state.task_next);
+        state.tasks.insert(at, bell);
+        TaskPlace {
+            syncer: self,
+            at,
+            listening: Some(listening),
+        }
+    }
+
+    /// Answers as [`Syncer::wait`] does, if there is an answer yet.
+    pub(crate) fn judge(
+        &self,
+        target: Position,
+        appended_at: FailureCount,
+    ) -> Option<Result<(), WaitError>> {
+        judge(&self.state(), target, appended_at)
+    }
+
+    /// Has all tasks look again.
+    pub(crate) fn ring_tasks(&self) {
+        let tasks = {
+            let mut state = self.state();
+            state.rings_owed = false;
+            std::mem::take(&mut state.tasks)
+        };
+        tasks.values().for_each(|bell| bell.ring());
+    }
+
+    /// Rings for the tasks that are served, or for all if that is owed.
+    pub(crate) fn ring_owed(&self) {
+        let tasks = {
+            let mut state = self.state();
+            if state.tasks.is_empty() {
+                return;
+            }
+            let keep_from = (state.durable, u64::MAX);
+            let later = if std::mem::take(&mut state.rings_owed) {
+                BTreeMap::new()
+            } else {
+                state.tasks.split_off(&keep_from)
+            };
+            std::mem::replace(&mut state.tasks, later)
+        };
+        tasks.values().for_each(|bell| bell.ring());
+    }
+
     /// Waits until everything below `target` is durable. Whoever finds no leader calls `lead`,
     /// which flushes and returns the position reached; an `Err` poisons.
     pub(crate) fn wait<E>(
@@ -201,9 +266,11 @@ impl Syncer {
                     }
                     wake_served(&mut state);
                     promote(&mut state);
+                    state = self.ring_unlocked(state);
                 }
                 Err(error) => {
                     promote(&mut state);
+                    state = self.ring_unlocked(state);
                     // A write of later records may have failed and been taken back while this
                     // one was in the file already: then the flush is still to be done.
                     match judge(&state, target, appended_at) {
@@ -215,6 +282,16 @@ impl Syncer {
                 }
             }
         }
+    }
+
+    /// Rings for tasks without the lock; without tasks it is not let go.
+    fn ring_unlocked<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        if state.tasks.is_empty() {
+            return state;
+        }
+        drop(state);
+        self.ring_owed();
+        self.state()
     }
 
     /// Waits for a leader. `None`: served, which needs no second look, so that those whom one flush
@@ -240,6 +317,30 @@ impl Syncer {
                 _ => return Some(self.state()),
             }
         }
+    }
+}
+
+/// A task's place among those who wait, given up when dropped.
+#[derive(Debug)]
+pub(crate) struct TaskPlace<'a> {
+    syncer: &'a Syncer,
+    at: (Position, u64),
+    listening: Option<Listening>,
+}
+
+impl TaskPlace<'_> {
+    /// Ends when the task is to look again.
+    pub(crate) async fn rung(mut self) {
+        if let Some(listening) = self.listening.take() {
+            listening.await;
+        }
+    }
+}
+
+impl Drop for TaskPlace<'_> {
+    fn drop(&mut self) {
+        let removed = self.syncer.state().tasks.remove(&self.at);
+        drop(removed);
     }
 }
 
@@ -269,6 +370,7 @@ fn wake(waiter: &Waiter, signal: u8) {
 }
 
 fn wake_all(state: &mut State) {
+    state.rings_owed = true;
     for waiter in state.waiters.drain(..) {
         wake(&waiter, LOOK);
     }
@@ -364,6 +466,7 @@ mod tests {
         use super::super::primitives::explore;
         use super::*;
         use shuttle::rand::Rng;
+        use shuttle::sync::Condvar;
         use std::collections::BTreeSet;
 
         const RECORD_BYTES: usize = 8;
@@ -392,6 +495,9 @@ mod tests {
             /// Records that a flush has covered. Never held while anything else is.
             flushed: std::sync::Mutex<BTreeSet<u32>>,
             faults: Faults,
+            /// A task waits for a flush; the thread that leads them is to stop.
+            asked: Mutex<(bool, bool)>,
+            changed: Condvar,
         }
 
         fn end_of(records: usize) -> Position {
@@ -405,6 +511,8 @@ mod tests {
                     log: Mutex::new(Log::default()),
                     flushed: std::sync::Mutex::default(),
                     faults,
+                    asked: Mutex::new((false, false)),
+                    changed: Condvar::new(),
                 }
             }
 
@@ -450,6 +558,57 @@ mod tests {
 
             /// Appends one record, waits, and judges the answer.
             fn append(&self, record: u32) {
+                self.append_and(record, |target, count| {
+                    self.syncer.wait(target, count, || self.lead())
+                });
+            }
+
+            /// The same as a task, whose flushes another thread leads.
+            fn append_as_task(&self, record: u32) {
+                self.append_and(record, |target, count| {
+                    shuttle::future::block_on(async {
+                        loop {
+                            let place = self.syncer.join(target);
+                            if let Some(judged) = self.syncer.judge(target, count) {
+                                return judged.map_err(Ok);
+                            }
+                            self.asked.lock().unwrap().0 = true;
+                            self.changed.notify_one();
+                            place.rung().await;
+                        }
+                    })
+                });
+            }
+
+            /// Flushes for tasks until it is told to stop.
+            fn serve(&self) {
+                loop {
+                    {
+                        let mut asked = self.asked.lock().unwrap();
+                        while *asked == (false, false) {
+                            asked = self.changed.wait(asked).unwrap();
+                        }
+                        if asked.1 {
+                            return;
+                        }
+                        asked.0 = false;
+                    }
+                    let (end, count) = {
+                        let log = self.log();
+                        (end_of(log.records.len()), FailureCount::new(log.failures))
+                    };
+                    // Those who wait are told; the server goes on.
+                    self.syncer
+                        .wait(end, count, || self.lead())
+                        .unwrap_or_default();
+                }
+            }
+
+            fn append_and(
+                &self,
+                record: u32,
+                wait: impl FnOnce(Position, FailureCount) -> Result<(), Result<WaitError, ()>>,
+            ) {
                 let (target, count) = {
                     let mut log = self.log();
                     if log.poisoned {
@@ -458,7 +617,7 @@ mod tests {
                     log.records.push(record);
                     (end_of(log.records.len()), FailureCount::new(log.failures))
                 };
-                let waited = self.syncer.wait(target, count, || self.lead());
+                let waited = wait(target, count);
                 let log = self.log();
                 match waited {
                     Ok(()) => assert!(self.is_flushed(record), "{record} is not durable"),
@@ -492,6 +651,36 @@ mod tests {
                     .collect();
                 all.into_iter().for_each(|thread| thread.join().unwrap());
             });
+        }
+
+        /// Tasks beside a thread that flushes for itself, and the one that flushes for them.
+        fn tasks(name: &str, faults: Faults, tasks: u32) {
+            explore(name, move || {
+                let world = Arc::new(World::new(faults));
+                let spawn = |body: fn(&World, u32), n: u32| {
+                    let world = Arc::clone(&world);
+                    shuttle::thread::spawn(move || body(&world, n))
+                };
+                let server = spawn(|world, _| world.serve(), 0);
+                let mut all: Vec<_> = (0..tasks)
+                    .map(|n| spawn(World::append_as_task, n))
+                    .collect();
+                all.push(spawn(World::append, tasks));
+                all.into_iter().for_each(|thread| thread.join().unwrap());
+                world.asked.lock().unwrap().1 = true;
+                world.changed.notify_one();
+                server.join().unwrap();
+            });
+        }
+
+        #[test]
+        fn tasks_are_rung_when_they_are_served() {
+            tasks("syncer, tasks", Faults::None, 3);
+        }
+
+        #[test]
+        fn failing_writes_and_flushes_lose_no_task() {
+            tasks("syncer, tasks, both fail", Faults::Both, 3);
         }
 
         #[test]

@@ -121,6 +121,14 @@ impl Entry {
         !matches!(self.kind, Kind::Claimed | Kind::Started | Kind::Failed)
     }
 
+    /// Says whether this answers everybody who waits for the key.
+    pub(crate) fn ends_waits(&self) -> bool {
+        matches!(
+            self.kind,
+            Kind::Done | Kind::Rejected | Kind::Dead | Kind::InDoubt
+        )
+    }
+
     /// Returns a copy that is remembered longer; `None` if that would not be longer.
     pub(crate) fn prolonged(&self, expires_at_s: u32) -> Option<Entry> {
         let longer =

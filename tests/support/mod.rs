@@ -2,6 +2,7 @@
 
 pub mod crew;
 pub mod desk;
+pub mod gate;
 pub mod oracle;
 
 /// Returns a number from the environment, or the default.

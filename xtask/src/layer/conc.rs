@@ -1,5 +1,6 @@
-//! Interleavings of threads (shuttle): the syncer of `src/log/sync.rs` alone, and a whole store of
-//! which callers, rolls, seals and merges meet at its locks (`src/engine/interleaved.rs`).
+//! Interleavings of threads (shuttle): the syncer of `src/log/sync.rs` alone, with tasks and
+//! without, and a whole store of which callers, waiters, rolls, seals and merges meet at its locks
+//! (`src/engine/interleaved.rs`).
 
 use std::process::Command;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use crate::context::{Context, Fallible, Outcome};
 use crate::process;
 
 /// Tests that explore interleavings; each gets an equal share.
-const TESTS_COUNT: u64 = 8;
+const TESTS_COUNT: u64 = 13;
 const TIME_MAX: Duration = Duration::from_secs(24 * 3600);
 
 pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
