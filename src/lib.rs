@@ -39,15 +39,16 @@ mod engine;
 mod fuzz;
 
 pub use engine::ack_gate::{AckGate, AckMode};
-pub use engine::attach::{CommitAll, CommitAllVerdict};
 pub use engine::batch::{Filter, ObserveOptions};
 pub use engine::cells::Cells;
 pub use engine::claim::{Claim, ClaimVerdict, Commit, Committable, StartError, Started};
 pub use engine::class::{
     DirectCommit, EffectClass, Internal, NonRepeatable, Probeable, Repeatable,
 };
+pub use engine::commit_all::{CommitAll, CommitAllVerdict};
 pub use engine::dispatch::{Dispatched, Dispatcher, Stopper};
 pub use engine::handle::DedupLog;
+pub use engine::intake::{Intake, IntakeOptions, Job, JobStatus, Keep, Submitted, Taken};
 pub use engine::lock::{Lock, LockVerdict, Locks};
 pub use engine::namespace::{ClaimOptions, Namespace, ProbeRequest};
 pub use engine::outbox::{Outbox, OutboxEntry, OutboxStats};
@@ -100,6 +101,7 @@ pub mod testing {
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 #[doc = include_str!("../docs/attached.md")]
+#[doc = include_str!("../docs/intake.md")]
 #[doc = include_str!("../docs/keys.md")]
 #[doc = include_str!("../docs/acks.md")]
 #[cfg_attr(feature = "token", doc = include_str!("../docs/tokens.md"))]

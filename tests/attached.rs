@@ -1434,6 +1434,72 @@ fn a_repair_keeps_what_is_attached_and_says_what_may_be_outdated() {
     assert!(desk.put("a", Expected::Anything, "again") > version);
 }
 
+/// The same answers as a future, and what a dropped one leaves.
+#[test]
+fn a_commit_with_something_attached_has_its_future() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    let mut claim = desk.claim("1");
+    let version = desk.put("a", Expected::Absent, "1");
+    desk.put("a", Expected::Version(version), "2");
+    let stale = Commit::new("x").put(&desk.cells, "a", Expected::Version(version), "3");
+    let verdict = smol::block_on(claim.commit_with_async(stale)).unwrap();
+    assert!(matches!(
+        verdict,
+        CommitVerdict::CellConflict { index: 0, .. }
+    ));
+    let commit = Commit::new("x").publish(&desk.outbox, "mail");
+    let verdict = smol::block_on(claim.commit_with_async(commit)).unwrap();
+    assert!(matches!(verdict, CommitVerdict::Committed { .. }));
+    let leased = smol::block_on(desk.outbox.lease_wait_async(9, HOUR)).unwrap();
+    assert_eq!(leased.iter().map(payload).collect::<Vec<_>>(), ["mail"]);
+    // Polled once and dropped: the record is there, and the claim is not released.
+    let mut claim = desk.claim("2");
+    {
+        let commit = Commit::new("y").publish(&desk.outbox, "other");
+        let mut future = Box::pin(claim.commit_with_async(commit));
+        let waker = std::task::Waker::noop();
+        let mut context = std::task::Context::from_waker(waker);
+        drop(std::future::Future::poll(future.as_mut(), &mut context));
+    }
+    drop(claim);
+    assert!(matches!(desk.jobs.get("2").unwrap(), KeyState::Done(_)));
+    assert_eq!(desk.payloads(9), ["other"]);
+}
+
+/// An entry that ends with a key: work that one outbox asked for and a commit records.
+#[test]
+fn a_commit_may_end_the_entry_that_it_was_made_for() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let desk = Desk::open(&disk, &clock);
+    for n in ["1", "2"] {
+        desk.done(n, Commit::new("").publish_ordered(&desk.outbox, "line", n));
+    }
+    let entry = desk.outbox.lease(1).unwrap().remove(0);
+    let waiting = {
+        let outbox = desk.outbox.clone();
+        std::thread::spawn(move || outbox.lease_wait(1, HOUR).unwrap())
+    };
+    while desk.log.stats().waiters_count == 0 {
+        std::thread::yield_now();
+    }
+    desk.done("next", Commit::new("").acknowledge(&desk.outbox, &entry));
+    // The next one of its ordering key is free at once.
+    assert_eq!(
+        waiting
+            .join()
+            .unwrap()
+            .iter()
+            .map(payload)
+            .collect::<Vec<_>>(),
+        ["2"]
+    );
+    // Gone already, it changes nothing.
+    desk.done("again", Commit::new("").acknowledge(&desk.outbox, &entry));
+    let desk = Desk::open(&disk.after_power_cut(&mut PowerCut::drop_all()), &clock);
+    assert_eq!(desk.payloads(9), ["2"]);
+}
+
 fn is_send<T: Send + Sync>() {}
 
 #[test]

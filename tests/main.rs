@@ -43,6 +43,8 @@ mod damage;
 mod future;
 #[cfg(feature = "testing")]
 mod golden;
+#[cfg(feature = "testing")]
+mod intake;
 mod key_time;
 #[cfg(feature = "testing")]
 mod keys;

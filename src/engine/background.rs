@@ -30,38 +30,6 @@ pub(crate) enum Task {
 pub(crate) struct Signals {
     state: Mutex<State>,
     changed: Condvar,
-    pub(crate) dispatch: DispatchSignal,
-}
-
-/// Wakes whoever waits for something to dispatch.
-#[derive(Debug, Default)]
-pub(crate) struct DispatchSignal {
-    count: Mutex<u64>,
-    raised: Condvar,
-}
-
-impl DispatchSignal {
-    fn lock(&self) -> MutexGuard<'_, u64> {
-        self.count.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn raise(&self) {
-        *self.lock() += 1;
-        self.raised.notify_all();
-    }
-
-    /// Returns how often it was raised: taken before a look at what there is to do.
-    pub(crate) fn raised_count(&self) -> u64 {
-        *self.lock()
-    }
-
-    /// Waits until it is raised again since, or until the time is over.
-    pub(crate) fn wait(&self, since: u64, time_max: Duration) {
-        let waited = self
-            .raised
-            .wait_timeout_while(self.lock(), time_max, |count| *count == since);
-        drop(waited);
-    }
 }
 
 #[derive(Debug, Default)]
@@ -110,7 +78,6 @@ impl Signals {
     pub(crate) fn stop(&self) {
         self.state().stop = true;
         self.changed.notify_all();
-        self.dispatch.raise();
     }
 
     pub(crate) fn is_stopping(&self) -> bool {

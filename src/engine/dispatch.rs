@@ -5,12 +5,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::outbox::{Outbox, OutboxEntry};
+use super::outbox::{Leased, Outbox, OutboxEntry};
 use crate::error::{Error, Result};
-
-/// The longest wait before the queue is looked at anyway: only time that is not ours can make
-/// something due unnoticed.
-const WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// What became of one dispatch.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -52,7 +48,7 @@ impl Stopper {
     /// Lets the loop end after the entry it is at.
     pub fn stop(&self) {
         self.stopped.store(true, Ordering::Release);
-        self.outbox.handle.engine.background.dispatch.raise();
+        self.outbox.ring();
     }
 }
 
@@ -191,12 +187,15 @@ impl Dispatcher {
     /// # Errors
     /// As [`Dispatcher::run_due`]; `Closed` when the store was closed.
     pub fn run(&self, mut deliver: impl FnMut(&OutboxEntry) -> Dispatched) -> Result<()> {
-        let signal = &self.outbox.handle.engine.background.dispatch;
+        let mut waiting = self.outbox.wait::<OutboxEntry>(Duration::MAX);
         while !self.is_stopped() {
-            let raised_count = signal.raised_count();
-            let (_, next_in) = self.run_until_none_is_due(&mut deliver)?;
-            if !self.is_stopped() {
-                signal.wait(raised_count, next_in.unwrap_or(WAIT_MAX).min(WAIT_MAX));
+            let slept = waiting.look(|| {
+                let (_, next_in) = self.run_until_none_is_due(&mut deliver)?;
+                let entries = Vec::new();
+                Ok(Leased { entries, next_in })
+            })?;
+            if let Some((listening, until_ms)) = slept.filter(|_| !self.is_stopped()) {
+                self.outbox.handle.engine.sleep(listening, until_ms);
             }
         }
         Ok(())

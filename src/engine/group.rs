@@ -11,12 +11,16 @@ use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{HEADER_BYTES, Kind, PART_HEADER_BYTES, Record};
 use crate::index::active::ActiveTable;
+use crate::key::NamespaceKind;
 use crate::log::sync::FailureCount;
 use crate::model::claim::{Entry, Env};
 use crate::model::outbox::Queued;
 use crate::options::{Durability, Retention};
 use crate::position::Position;
 use crate::stamp::Stamp;
+
+/// Where those stand who wait for anything of an outbox: no key is empty.
+pub(crate) const DISPATCH_LINE: &[u8] = b"";
 
 /// Bytes of the parts that a record may get when it is carried over.
 const CARRY_BYTES: usize = 2 * (PART_HEADER_BYTES + 8);
@@ -109,8 +113,7 @@ impl Engine {
             Ok((Grouped::Written(written), _)) if self.waits.any() => {
                 for (member, written) in members.iter().zip(written) {
                     if let Some(written) = written {
-                        self.waits
-                            .changed(member.space.id, member.key, written.ends_waits);
+                        self.tell_of(member, written);
                     }
                 }
             }
@@ -119,6 +122,17 @@ impl Engine {
             Err(_) => self.pay_waiters(),
         }
         done
+    }
+
+    fn tell_of(&self, member: &Member<'_>, written: &Written) {
+        let Space { id, kind, .. } = member.space;
+        if *kind == NamespaceKind::Outbox {
+            // Who waits for an entry's end does not want to be its next owner.
+            self.waits.changed(*id, member.key, true);
+            self.waits.changed(*id, DISPATCH_LINE, true);
+        } else {
+            self.waits.changed(*id, member.key, written.ends_waits);
+        }
     }
 
     fn try_append_group<R>(
@@ -347,7 +361,6 @@ impl Engine {
         if let Some(queue) = core.outboxes.get_mut(&namespace) {
             queue.put(place, queued);
         }
-        self.background.dispatch.raise();
     }
 
     /// Returns the hash of an entry's ordering key.

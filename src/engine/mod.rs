@@ -13,12 +13,14 @@ mod catalog;
 pub(crate) mod cells;
 pub(crate) mod claim;
 pub(crate) mod class;
+pub(crate) mod commit_all;
 mod core;
 pub(crate) mod dispatch;
 mod future;
 mod group;
 pub(crate) mod handle;
 mod hint;
+pub(crate) mod intake;
 #[cfg(all(test, idemlog_shuttle))]
 mod interleaved;
 mod keep;

@@ -5,15 +5,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Engine;
-use super::group::{GroupLevels, Grouped, Member, MemberStep, Written, place_of, queued_of};
+use super::group::{
+    DISPATCH_LINE, GroupLevels, Grouped, Member, MemberStep, Written, place_of, queued_of,
+};
 use super::handle::Handle;
 use super::lookup::read_error;
 use super::namespace::{Space, to_ms};
 use super::pass::{Rests, later};
+use super::timers::{Timed, Timer};
+use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{FRAME_BYTES_MAX, Kind, Record};
 use crate::format::to_usize;
 use crate::key::derive_key;
+use crate::log::bell::Listening;
 use crate::log::sync::FailureCount;
 use crate::model::claim::{Entry, Env};
 use crate::model::outbox::{Moment, Picked, Queue, Queued};
@@ -56,8 +61,15 @@ pub struct OutboxEntry {
     pub error: Vec<u8>,
     /// Trusted time of the commit, in unix milliseconds.
     pub committed_at_ms: u64,
-    stamp: Stamp,
-    place: u64,
+    pub(super) stamp: Stamp,
+    pub(super) place: u64,
+}
+
+impl OutboxEntry {
+    /// Notes that the payload was replaced since.
+    pub(super) fn set_current(&mut self, payload: Vec<u8>, stamp: Stamp) {
+        (self.payload, self.stamp) = (payload, stamp);
+    }
 }
 
 /// What is in an outbox.
@@ -74,10 +86,38 @@ pub struct OutboxStats {
 
 /// What a `lease` came to.
 #[derive(Debug)]
-pub(super) struct Leased {
-    pub(super) entries: Vec<OutboxEntry>,
+pub(super) struct Leased<T = OutboxEntry> {
+    pub(super) entries: Vec<T>,
     /// Until another entry may be dispatched, if time alone decides that.
     pub(super) next_in: Option<Duration>,
+}
+
+/// One call that waits for something to dispatch.
+pub(super) struct Waiting<'a, T> {
+    engine: &'a Engine,
+    pub(super) place: Place<'a>,
+    deadline_ms: u64,
+    pub(super) found: Vec<T>,
+}
+
+impl<T> Waiting<'_, T> {
+    /// Looks, and says how long to sleep before the next look; `None`: the wait is over.
+    pub(super) fn look(
+        &mut self,
+        look: impl FnOnce() -> Result<Leased<T>>,
+    ) -> Result<Option<(Listening, u64)>> {
+        // Registered before the look: what comes behind it rings.
+        let listening = self.place.listen();
+        let leased = look()?;
+        self.found = leased.entries;
+        let now_ms = self.engine.now().boot_ms;
+        if !self.found.is_empty() || now_ms >= self.deadline_ms {
+            return Ok(None);
+        }
+        let next_ms = leased.next_in.map_or(u64::MAX, to_ms);
+        let until_ms = now_ms.saturating_add(next_ms.max(1)).min(self.deadline_ms);
+        Ok(Some((listening, until_ms)))
+    }
 }
 
 /// Returns the key of an entry's own record: the committing namespace's name, the index, its key.
@@ -167,6 +207,78 @@ impl Outbox {
         }
     }
 
+    /// Leases up to `count` entries, and waits for the first of them until the deadline, counted
+    /// from now; then there is none.
+    ///
+    /// # Errors
+    /// As [`Outbox::lease`]; `Closed` and `Poisoned` end a wait.
+    pub fn lease_wait(&self, count: usize, deadline: Duration) -> Result<Vec<OutboxEntry>> {
+        let mut waiting = self.wait(deadline);
+        while let Some((listening, until_ms)) = waiting.look(|| self.lease_or_when(count))? {
+            self.handle.engine.sleep(listening, until_ms);
+        }
+        Ok(waiting.found)
+    }
+
+    /// As [`Outbox::lease_wait`]. A future that is dropped holds no lease.
+    ///
+    /// A poll may read the disk, and waits for the disk if the newest entry's commit is not as
+    /// durable yet as the outbox says.
+    ///
+    /// # Errors
+    /// As [`Outbox::lease_wait`].
+    pub async fn lease_wait_async(
+        &self,
+        count: usize,
+        deadline: Duration,
+    ) -> Result<Vec<OutboxEntry>> {
+        let engine = &self.handle.engine;
+        let mut waiting = self.wait(deadline);
+        while let Some((listening, until_ms)) = waiting.look(|| self.lease_or_when(count))? {
+            engine.start_timers()?;
+            let bell = waiting.place.bell().clone();
+            let _timer = Timer::new(&engine.timers, until_ms, Timed::Ring(bell));
+            listening.await;
+        }
+        Ok(waiting.found)
+    }
+
+    pub(super) fn wait<T>(&self, deadline: Duration) -> Waiting<'_, T> {
+        let engine = &self.handle.engine;
+        Waiting {
+            engine,
+            place: engine.waits.join(self.space.id, DISPATCH_LINE),
+            deadline_ms: engine.now().boot_ms.saturating_add(to_ms(deadline)),
+            found: Vec::new(),
+        }
+    }
+
+    /// Wakes whoever waits for something to dispatch.
+    pub(super) fn ring(&self) {
+        self.handle
+            .engine
+            .waits
+            .changed(self.space.id, DISPATCH_LINE, true);
+    }
+
+    /// Takes entries out of the queue that are gone from the log.
+    pub(super) fn take_out(engine: &Engine, ended: &[(u16, u64)]) {
+        for (space, place) in ended {
+            if let Some(queue) = engine.core().outboxes.get_mut(space) {
+                queue.remove(*place);
+            }
+            // The next one of an ordering key may be due now.
+            engine.waits.changed(*space, DISPATCH_LINE, true);
+        }
+    }
+
+    /// Holds an entry back for a while, in memory only.
+    pub(super) fn pause(&self, entry: &OutboxEntry, pause: Duration) -> Result<()> {
+        let engine = &self.handle.engine;
+        let until_ms = engine.now().trusted_ms.saturating_add(to_ms(pause));
+        engine.with_queue(&self.space, |queue| queue.pause(entry.place, until_ms))
+    }
+
     fn pick(&self, count: usize) -> Result<Picked> {
         let engine = &self.handle.engine;
         let now = engine.now();
@@ -184,7 +296,7 @@ impl Outbox {
             places.filter(|place| queue.release(*place)).count()
         })?;
         if released > 0 {
-            engine.background.dispatch.raise();
+            self.ring();
         }
         Ok(())
     }
@@ -228,7 +340,7 @@ impl Outbox {
         }
         if gone > 0 {
             // The next one of an ordering key may be due now.
-            engine.background.dispatch.raise();
+            self.ring();
         }
         Ok(gone)
     }
@@ -334,7 +446,7 @@ impl Outbox {
                 queue.change(entry.place, queued);
             }
         }
-        engine.background.dispatch.raise();
+        self.ring();
         Ok(true)
     }
 

@@ -213,7 +213,7 @@ impl<C: EffectClass> Namespace<C> {
 
     /// Starts the claim durably where the class asks for it. The other classes write no start:
     /// a crash before their commit is the same with and without one.
-    fn begin(&self, mut claim: Claim<C>) -> Result<Started<C>> {
+    pub(super) fn begin(&self, mut claim: Claim<C>) -> Result<Started<C>> {
         if C::KIND.starts_durably() {
             return Ok(claim.start(b"")?);
         }

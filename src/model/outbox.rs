@@ -154,6 +154,18 @@ impl Queue {
         true
     }
 
+    /// Holds an entry back until a trusted time, and lets others at it then.
+    pub(crate) fn pause(&mut self, place: u64, until_ms: u64) {
+        if let Some(entry) = self.get(place).copied() {
+            let paused = Queued {
+                leased_until_ms: 0,
+                not_before_ms: until_ms.max(entry.not_before_ms),
+                ..entry
+            };
+            self.put(place, paused);
+        }
+    }
+
     /// Leases up to `count` heads that are due and that nobody is at, in order.
     pub(crate) fn lease(&mut self, count: usize, now: Moment, until_ms: u64) -> Picked {
         self.wake(now);
