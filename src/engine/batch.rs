@@ -20,6 +20,7 @@ use crate::log::sync::FailureCount;
 use crate::model::claim as model;
 use crate::model::claim::{ChangeDecision, Entry, Env};
 use crate::options::{Durability, Retention};
+use crate::stamp::Stamp;
 use crate::verdict::{Change, CommitVerdict, KeyState, Observed};
 
 /// How one key is observed.
@@ -418,6 +419,45 @@ fn is_remembered(older: &Older, now: &Now) -> bool {
         && (older.expires_at_s == 0 || now.trusted_ms < u64::from(older.expires_at_s) * 1000)
 }
 
+/// What the answers of a batch rest on: its own records, and older ones.
+pub(super) struct ManyBasis {
+    written: Option<Basis>,
+    read: Option<Basis>,
+    pub(super) passes: Written,
+}
+
+impl ManyBasis {
+    pub(super) fn parts(&self) -> impl Iterator<Item = Basis> + use<> {
+        [self.written, self.read].into_iter().flatten()
+    }
+}
+
+/// One commit of a batch: key, epoch, what to commit, and why not.
+type OneCommit = (Vec<u8>, Stamp, Commit, Result<()>);
+
+/// Commits of a batch that are appended and not durable yet.
+pub(super) struct ManyCommits {
+    claims: Vec<OneCommit>,
+    answers: Vec<Option<Result<Decided<Committed>>>>,
+    pub(super) basis: ManyBasis,
+}
+
+impl ManyCommits {
+    /// Says whether the claims of what was appended have their end.
+    pub(super) fn set_ended<C: EffectClass, H: Committable<C>>(
+        &self,
+        items: &mut [(H, Commit)],
+        ended: bool,
+    ) {
+        for (answer, (guard, _)) in self.answers.iter().zip(items) {
+            let written = |decided: &Decided<Committed>| decided.written.is_some();
+            if matches!(answer, Some(Ok(decided)) if written(decided)) {
+                guard.held_mut().ended = ended;
+            }
+        }
+    }
+}
+
 /// Keys that are decided about together.
 struct Batch<'a> {
     space: &'a Space,
@@ -452,6 +492,18 @@ impl Engine {
         decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
         retention: impl Fn(usize) -> Retention,
     ) -> Result<()> {
+        let basis = self.update_many_undurable(batch, answers, decide, retention)?;
+        self.ensure_many(&basis)
+    }
+
+    /// The same without the wait at the end.
+    fn update_many_undurable<R>(
+        &self,
+        batch: Batch<'_>,
+        answers: &mut Vec<Option<Result<Decided<R>>>>,
+        decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
+        retention: impl Fn(usize) -> Retention,
+    ) -> Result<ManyBasis> {
         let mut items: Vec<Item<'_, Decided<R>>> = batch
             .keys
             .iter()
@@ -464,11 +516,24 @@ impl Engine {
         answers.extend(items.into_iter().map(|item| item.answer));
         let (rests, written) = done?;
         let levels = batch.levels;
-        for (rests, level) in [(rests.written, levels.write), (rests.read, levels.answer)] {
-            if let Some(rests) = rests {
-                let ensured = self.ensure(rests.end, rests.failures, level);
-                ensured.map_err(|e| written.error_of_wait(e))?;
-            }
+        let basis = |rests: Option<Rests>, level| {
+            rests.map(|Rests { end, failures }| Basis {
+                end,
+                failures,
+                level,
+            })
+        };
+        Ok(ManyBasis {
+            written: basis(rests.written, levels.write),
+            read: basis(rests.read, levels.answer),
+            passes: written,
+        })
+    }
+
+    fn ensure_many(&self, basis: &ManyBasis) -> Result<()> {
+        for basis_of_part in basis.parts() {
+            let ensured = self.ensure_basis(basis_of_part);
+            ensured.map_err(|e| basis.passes.error_of_wait(e))?;
         }
         Ok(())
     }
@@ -625,6 +690,16 @@ impl<C: EffectClass> Namespace<C> {
         &self,
         items: &mut [(H, Commit)],
     ) -> Result<Vec<Result<CommitVerdict>>> {
+        let many = self.commit_many_undurable(items)?;
+        self.handle.engine.ensure_many(&many.basis)?;
+        Ok(self.committed(items, many))
+    }
+
+    /// Appends the commits and does not wait.
+    pub(super) fn commit_many_undurable<H: Committable<C>>(
+        &self,
+        items: &mut [(H, Commit)],
+    ) -> Result<ManyCommits> {
         let engine = &self.handle.engine;
         check_open(&engine.core())?;
         let mut claims = Vec::with_capacity(items.len());
@@ -652,7 +727,7 @@ impl<C: EffectClass> Namespace<C> {
             },
             is_known: true,
         };
-        engine.update_many(
+        let basis = engine.update_many_undurable(
             batch,
             &mut answers,
             |index, entry, env| match claims.get(index) {
@@ -666,6 +741,22 @@ impl<C: EffectClass> Namespace<C> {
                 commit.map_or(self.space.options.retention, |c| self.commit_retention(c))
             },
         )?;
+        Ok(ManyCommits {
+            claims,
+            answers,
+            basis,
+        })
+    }
+
+    /// Tells of commits that are as durable as they must be.
+    pub(super) fn committed<H: Committable<C>>(
+        &self,
+        items: &mut [(H, Commit)],
+        many: ManyCommits,
+    ) -> Vec<Result<CommitVerdict>> {
+        let ManyCommits {
+            claims, answers, ..
+        } = many;
         let decided = answers.into_iter().flatten();
         let mut verdicts = Vec::with_capacity(items.len());
         for (((key, _, commit, checked), decided), (guard, _)) in
@@ -680,7 +771,7 @@ impl<C: EffectClass> Namespace<C> {
             }
             verdicts.push(verdict);
         }
-        Ok(verdicts)
+        verdicts
     }
 
     fn foreign(&self) -> Error {

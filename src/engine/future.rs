@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::Engine;
 use super::batch::{Filter, ObserveOptions};
-use super::claim::{Claim, ClaimVerdict, Commit, Held, StartError, Started};
+use super::claim::{Claim, ClaimVerdict, Commit, Committable, Held, StartError, Started};
 use super::class::{DirectCommit, EffectClass};
 use super::keep::Kept;
 use super::namespace::{ClaimOptions, Namespace};
@@ -353,6 +353,27 @@ impl<C: EffectClass> Namespace<C> {
                 }
             },
         }
+    }
+
+    /// As [`Namespace::commit_many`]. The commits are in the log after the first poll, and a future
+    /// that is dropped later takes none back; one that was never polled does nothing.
+    ///
+    /// # Errors
+    /// As [`Namespace::commit_many`].
+    pub async fn commit_many_async<H: Committable<C>>(
+        &self,
+        items: &mut [(H, Commit)],
+    ) -> Result<Vec<Result<CommitVerdict>>> {
+        let many = self.commit_many_undurable(items)?;
+        // As for one commit: a guard whose record is there is not ended again by a drop.
+        many.set_ended(items, true);
+        for basis in many.basis.parts() {
+            if let Err(error) = self.handle.engine.durable(basis).await {
+                many.set_ended(items, false);
+                return Err(many.basis.passes.error_of_wait(error));
+            }
+        }
+        Ok(self.committed(items, many))
     }
 
     /// As [`Namespace::resolve`]. The resolution is in the log after the first poll; a future that
