@@ -39,7 +39,6 @@ mod engine;
 mod fuzz;
 
 pub use engine::ack_gate::{AckGate, AckMode};
-pub use engine::batch::{Filter, ObserveOptions};
 pub use engine::cells::Cells;
 pub use engine::claim::{Claim, ClaimVerdict, Commit, Committable, StartError, Started};
 pub use engine::class::{
@@ -47,6 +46,7 @@ pub use engine::class::{
 };
 pub use engine::commit_all::{CommitAll, CommitAllVerdict};
 pub use engine::dispatch::{Dispatched, Dispatcher, Stopper};
+pub use engine::filter::{Filter, ObserveOptions};
 pub use engine::handle::DedupLog;
 pub use engine::intake::{Intake, IntakeOptions, Job, JobStatus, Keep, Submitted, Taken};
 pub use engine::lock::{Lock, LockVerdict, Locks};

@@ -183,6 +183,24 @@ async fn every_call(log: DedupLog) {
     assert_eq!(failed, Change::Applied(KeyState::Absent));
     drop(new(repeatable.claim_wait_async("a", LONG).await.unwrap()));
 
+    let mut items = Vec::new();
+    for key in ["m", "n"] {
+        let claim = new(repeatable.claim_async(key).await.unwrap());
+        items.push((claim, Commit::new(key)));
+    }
+    items.push((
+        new(repeatable.claim_async("o").await.unwrap()),
+        Commit::new([0; 65]),
+    ));
+    let many = repeatable.commit_many_async(&mut items).await.unwrap();
+    let many: Vec<_> = many
+        .into_iter()
+        .map(|one| one.is_ok_and(|v| is_committed(&v)))
+        .collect();
+    assert_eq!(many, [true, true, false]);
+    drop(items);
+    assert_eq!(repeatable.get("o").unwrap(), KeyState::Absent);
+
     let payments = jobs::<NonRepeatable>(&log);
     let started = new(payments.claim_async("p").await.unwrap())
         .start_async(b"sent")
@@ -382,6 +400,35 @@ fn a_dropped_commit_is_made_if_it_was_polled_and_not_if_it_was_not() {
             "no drop ended it again"
         );
     }
+}
+
+#[test]
+fn dropped_commits_of_a_batch_are_made_if_they_were_polled() {
+    let world = World::new(true);
+    let repeatable = world.jobs::<Repeatable>();
+    let mut items: Vec<_> = ["a", "b", "too long"]
+        .map(|key| {
+            let outcome = key.repeat(if key.len() > 1 { 9 } else { 1 });
+            (new(repeatable.claim(key).unwrap()), Commit::new(outcome))
+        })
+        .into();
+    world.log.sync().unwrap();
+    world.gate.close();
+    let mut commits = Box::pin(repeatable.commit_many_async(&mut items));
+    assert!(poll(commits.as_mut()).is_pending());
+    drop(commits);
+    drop(items);
+    world.gate.open();
+    world.log.sync().unwrap();
+    assert_eq!(world.log.stats().fenced_count, 0, "no drop ended one again");
+    let later = jobs::<Repeatable>(&world.after_power_cut());
+    for key in ["a", "b"] {
+        assert!(
+            matches!(later.get(key).unwrap(), KeyState::Done(_)),
+            "{key}"
+        );
+    }
+    assert_eq!(later.get("too long").unwrap(), KeyState::Absent);
 }
 
 #[test]

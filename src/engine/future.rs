@@ -8,9 +8,9 @@ use std::future::Future;
 use std::time::Duration;
 
 use super::Engine;
-use super::batch::{Filter, ObserveOptions};
-use super::claim::{Claim, ClaimVerdict, Commit, Held, StartError, Started, is_end};
+use super::claim::{Claim, ClaimVerdict, Commit, Committable, Held, StartError, Started, is_end};
 use super::class::{DirectCommit, EffectClass};
+use super::filter::{Filter, ObserveOptions};
 use super::keep::Kept;
 use super::namespace::{ClaimOptions, Namespace};
 use super::run_once::{Attempt, RunVerdict};
@@ -381,6 +381,36 @@ impl<C: EffectClass> Namespace<C> {
                 }
             },
         }
+    }
+
+    /// As [`Namespace::commit_many`]. The commits are in the log after the first poll, and a future
+    /// that is dropped later takes none back; one that was never polled does nothing.
+    ///
+    /// # Errors
+    /// As [`Namespace::commit_many`].
+    pub async fn commit_many_async<H: Committable<C>>(
+        &self,
+        items: &mut [(H, Commit)],
+    ) -> Result<Vec<Result<CommitVerdict>>> {
+        let mut many = self.commit_many_undurable(items)?;
+        // As for one commit: a guard whose record is there is not ended again by a drop.
+        many.set_ended(items, true);
+        for basis in many.basis.parts() {
+            if let Err(error) = self.handle.engine.durable(basis).await {
+                many.set_ended(items, false);
+                return Err(many.error(many.basis.passes.error_of_wait(error)));
+            }
+        }
+        for (index, basis) in many.apart() {
+            let synced = self.handle.engine.durable(basis).await;
+            if synced.is_err()
+                && let Some((guard, _)) = items.get_mut(index)
+            {
+                guard.held_mut().ended = false;
+            }
+            many.note(index, synced);
+        }
+        Ok(self.committed(items, many))
     }
 
     /// As [`Namespace::resolve`]. The resolution is in the log after the first poll; a future that

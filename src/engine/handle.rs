@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use super::batch::Filter;
 use super::cells::Cells;
 use super::class::EffectClass;
+use super::filter::Filter;
 use super::namespace::Namespace;
 use super::outbox::Outbox;
 use super::watermarks::Watermarks;
