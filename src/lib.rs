@@ -35,6 +35,9 @@ mod model;
 
 mod engine;
 
+#[cfg(feature = "tower")]
+mod http;
+
 #[cfg(feature = "testing")]
 mod fuzz;
 
@@ -62,6 +65,11 @@ pub use engine::token::{RedeemVerdict, Redemption, Token, TokenOptions, TokenPol
 pub use engine::verify::{Problem, VerifyReport, verify};
 pub use engine::watermarks::Watermarks;
 pub use error::{Applied, Error, ErrorKind, Result};
+#[cfg(feature = "tower")]
+pub use http::{
+    HTTP_BODY_BYTES_DEFAULT, HTTP_KEY_BYTES_DEFAULT, HttpBody, Idempotency, IdempotencyLayer,
+    StoredResponse,
+};
 #[cfg(feature = "json")]
 pub use json_field::json_field;
 pub use key::{
@@ -106,5 +114,6 @@ pub mod testing {
 #[doc = include_str!("../docs/acks.md")]
 #[cfg_attr(feature = "token", doc = include_str!("../docs/tokens.md"))]
 #[doc = include_str!("../docs/waiting.md")]
+#[cfg_attr(feature = "tower", doc = include_str!("../docs/http.md"))]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]
 struct Prose;

@@ -60,5 +60,7 @@ mod repair;
 mod tidy;
 #[cfg(all(feature = "testing", feature = "token"))]
 mod token;
+#[cfg(all(feature = "testing", feature = "tower"))]
+mod tower;
 #[cfg(feature = "testing")]
 mod wait;

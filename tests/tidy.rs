@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// Modules by rank: each imports lower ranks only, and none of its own but rank 0 and the engine.
-const RANKS: [&[&str]; 4] = [
+const RANKS: [&[&str]; 5] = [
     &[
         "key",
         "key_parts",
@@ -21,6 +21,7 @@ const RANKS: [&[&str]; 4] = [
     &["format", "vfs"],
     &["model", "log", "index"],
     &["engine"],
+    &["http"],
 ];
 
 const LINES_MAX: usize = 800;

@@ -175,7 +175,7 @@ impl<C: EffectClass> Claim<C> {
 
 impl<C: EffectClass> Claim<C> {
     /// Whoever drops the guard of a task must not wait for the disk: nobody is told of its end.
-    fn into_started(mut self) -> Started<C> {
+    pub(crate) fn into_started(mut self) -> Started<C> {
         let mut held = self.0.take();
         held.drop_level = Some(Durability::Buffered);
         Started(held)

@@ -171,7 +171,7 @@ impl<C: EffectClass> Namespace<C> {
     }
 
     /// Returns the claim and what its effect knows of it, or the answer if none was handed out.
-    pub(super) fn attempt(
+    pub(crate) fn attempt(
         &self,
         verdict: ClaimVerdict<C>,
     ) -> std::result::Result<(Claim<C>, Attempt), RunVerdict> {
