@@ -95,6 +95,8 @@ fn the_last_payload_counts_or_all_of_them_where_that_is_wanted() {
     assert_eq!(last.submit("a", "1").unwrap(), Submitted::Queued);
     assert_eq!(last.submit("b", "2").unwrap(), Submitted::Queued);
     assert_eq!(last.submit("a", "3").unwrap(), Submitted::Replaced);
+    // A replacement takes no second place.
+    assert_eq!(last.stats().unwrap().queued_count, 2);
     assert_eq!(run_all(&last), [pair("b", "2"), pair("a", "3")]);
     assert_eq!(last.stats().unwrap().queued_count, 0);
 
@@ -320,6 +322,31 @@ fn who_waits_for_a_job_or_for_its_outcome_is_woken() {
     assert_eq!(
         waiting.join().unwrap().unwrap_err().kind(),
         ErrorKind::Closed
+    );
+}
+
+/// Story: a job went in doubt because its effect panicked, and who waited for its outcome slept on.
+#[test]
+fn who_waits_is_woken_when_a_job_goes_in_doubt() {
+    let log = Options::new().open_in_memory().unwrap();
+    let intake: Intake<NonRepeatable> = log.intake("jobs", options()).unwrap();
+    assert_eq!(intake.submit("a", "").unwrap(), Submitted::Queued);
+    let waiting = {
+        let intake = intake.clone();
+        std::thread::spawn(move || intake.wait_outcome("a", HOUR).unwrap())
+    };
+    while log.stats().waiters_count == 0 {
+        std::thread::yield_now();
+    }
+    let taken = intake.take(1).unwrap().remove(0);
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        taken.run(|_| panic!("effect")).map(|_| ())
+    }));
+    assert!(panicked.is_err());
+    let status = waiting.join().unwrap();
+    assert!(
+        matches!(status, JobStatus::Begun(KeyState::InDoubt(_))),
+        "{status:?}"
     );
 }
 

@@ -292,6 +292,7 @@ impl<C: EffectClass> Intake<C> {
         let engine = &self.queue.handle.engine;
         let own_key = entry_key(self.jobs.name(), key, 0);
         check_key(&own_key)?;
+        let before = self.queue.place_of_key(&own_key)?;
         let stats = self.queue.stats()?;
         let is_full = stats.queued_count + stats.parked_count >= self.queued_max;
         let member = |space, key| Member {
@@ -338,7 +339,10 @@ impl<C: EffectClass> Intake<C> {
         })?;
         Ok(match grouped {
             Grouped::Refused(submitted) => submitted,
-            Grouped::Written(_) if was_queued => Submitted::Replaced,
+            Grouped::Written(_) if was_queued => {
+                self.queue.drop_replaced(&own_key, before)?;
+                Submitted::Replaced
+            }
             Grouped::Written(_) => Submitted::Queued,
         })
     }
@@ -403,9 +407,19 @@ impl<C: EffectClass> Intake<C> {
             if leased.entries.is_empty() {
                 return Ok(taken);
             }
-            for entry in leased.entries {
-                if let Some(job) = self.claim(entry)? {
-                    taken.entries.push(job);
+            let mut rest = leased.entries.into_iter();
+            while let Some(entry) = rest.next() {
+                let failed = GiveBack(self, Some(&entry));
+                let claimed = self.claim(entry.clone());
+                match claimed {
+                    Ok(job) => {
+                        failed.keep();
+                        taken.entries.extend(job);
+                    }
+                    Err(error) => {
+                        self.queue.give_back(rest.as_slice())?;
+                        return Err(error);
+                    }
                 }
             }
         }
@@ -435,6 +449,7 @@ impl<C: EffectClass> Intake<C> {
             }
             ClaimVerdict::InDoubt(_) => {
                 self.queue.pause(&entry, BLOCKED_PAUSE)?;
+                self.tell_of_end(&entry);
                 return Ok(None);
             }
         };
@@ -470,8 +485,11 @@ impl<C: EffectClass> Intake<C> {
                 },
                 since_ms: queued.state.at_ms,
             },
-            None if state == KeyState::Absent => JobStatus::Unknown,
-            None => JobStatus::Begun(state),
+            // It may have ended between the two looks: job and payload end together.
+            None => match self.jobs.get(key)? {
+                KeyState::Absent => JobStatus::Unknown,
+                state => JobStatus::Begun(state),
+            },
         })
     }
 
@@ -552,11 +570,16 @@ impl<C: EffectClass> Intake<C> {
                 self.queue.give_back(std::slice::from_ref(entry))?;
             }
         }
+        self.tell_of_end(entry);
+        self.queue.ring();
+        Ok(())
+    }
+
+    /// Wakes who waits for the outcome of a job.
+    fn tell_of_end(&self, entry: &OutboxEntry) {
         let own_key = entry_key(self.jobs.name(), &entry.key, 0);
         let waits = &self.queue.handle.engine.waits;
         waits.changed(self.queue.space.id, &own_key, true);
-        self.queue.ring();
-        Ok(())
     }
 }
 
@@ -650,7 +673,7 @@ impl<C: EffectClass> Taken<C> {
             attempt: claim.attempt(),
             entry,
         };
-        let mut rest = GiveBack(&self.intake, Some(&job.entry));
+        let rest = GiveBack(&self.intake, Some(&job.entry));
         let started = self.intake.jobs.begin(claim)?;
         let verdict = match effect(&job) {
             Ok(outcome) => self.commit(started, &job.entry, outcome)?,
@@ -660,16 +683,19 @@ impl<C: EffectClass> Taken<C> {
                 }
             },
         };
-        rest.1 = None;
         let state = match &verdict {
             RunVerdict::Failed { state } => state.clone(),
             RunVerdict::Ran {
                 commit: CommitVerdict::Fenced { current, .. },
                 ..
             } => current.clone(),
-            _ => return Ok(verdict),
+            _ => {
+                rest.keep();
+                return Ok(verdict);
+            }
         };
         self.intake.settle(&job.entry, &state)?;
+        rest.keep();
         Ok(verdict)
     }
 
@@ -708,7 +734,15 @@ impl<C: EffectClass> Drop for GiveBack<'_, C> {
             // A store that refuses this ends the lease with itself.
             let given = self.0.queue.give_back(std::slice::from_ref(entry));
             given.unwrap_or_default();
+            self.0.tell_of_end(entry);
         }
+    }
+}
+
+impl<C: EffectClass> GiveBack<'_, C> {
+    /// Leaves the payload to whoever has it now.
+    fn keep(mut self) {
+        self.1 = None;
     }
 }
 

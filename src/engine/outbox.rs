@@ -261,6 +261,29 @@ impl Outbox {
             .changed(self.space.id, DISPATCH_LINE, true);
     }
 
+    /// Returns the place of the entry with this key, as the queue has it now.
+    pub(super) fn place_of_key(&self, key: &[u8]) -> Result<Option<(u64, Queued)>> {
+        let engine = &self.handle.engine;
+        let located = engine.locate(engine.wanted_in(&self.space, key), Entry::of_record)?;
+        let Some(hit) = located.hit.filter(|hit| is_entry(&hit.taken)) else {
+            return Ok(None);
+        };
+        let place = place_of(&hit.taken, hit.older.position);
+        engine.with_queue(&self.space, |queue| {
+            queue.get(place).map(|queued| (place, *queued))
+        })
+    }
+
+    /// Takes the place out of the queue that an entry had before it was replaced.
+    pub(super) fn drop_replaced(&self, key: &[u8], before: Option<(u64, Queued)>) -> Result<()> {
+        let now = self.place_of_key(key)?;
+        if let Some((place, seen)) = before.filter(|b| now.is_none_or(|now| now.0 != b.0)) {
+            let engine = &self.handle.engine;
+            engine.with_queue(&self.space, |queue| queue.remove_same(place, &seen))?;
+        }
+        Ok(())
+    }
+
     /// Takes entries out of the queue that are gone from the log.
     pub(super) fn take_out(engine: &Engine, ended: &[(u16, u64)]) {
         for (space, place) in ended {
