@@ -616,6 +616,43 @@ fn more_cells_than_a_segment_holds_are_not_copied_for_ever() {
     assert!(desk.log.stats().segments_count < segments);
 }
 
+/// A segment that is to stay an hour stays so when the process dies before it is sealed.
+#[test]
+fn what_is_to_stay_stays_over_a_crash_before_the_seal() {
+    for count in 1..60 {
+        let (disk, clock) = (SimDisk::new(), clock());
+        let desk = Desk::open(&disk, &clock);
+        for n in 0..count {
+            desk.put(&format!("cell-{n}"), Expected::Absent, &"v".repeat(200));
+        }
+        let desk = Desk::open(&disk.after_kill(), &clock);
+        for _ in 0..3 {
+            desk.log.maintain().unwrap();
+        }
+        assert_eq!(desk.log.stats().carried_count, 0, "{count}");
+    }
+}
+
+/// Open claims in the newest segment are no reason to evict nothing.
+#[test]
+fn many_open_claims_do_not_keep_old_keys_from_being_evicted() {
+    let options = options(&clock())
+        .log_bytes_max(400 * 1024)
+        .when_full(idemlog::WhenFull::EvictOldest);
+    let desk = Desk::of(options.open_in_memory().unwrap());
+    // Long keys: few records fill a segment.
+    let key = |n: u32| format!("{n}-{}", "f".repeat(1500));
+    for n in 0..250 {
+        assert!(desk.filter.observe(key(n)).unwrap().is_new());
+    }
+    let claims: Vec<_> = (0..90).map(|n| desk.claim(&format!("{n}"))).collect();
+    for n in 250..500 {
+        assert!(desk.filter.observe(key(n)).unwrap().is_new());
+    }
+    assert!(desk.log.stats().evicted_count > 0);
+    drop(claims);
+}
+
 #[test]
 fn cells_that_fill_the_log_are_refused_and_can_be_deleted() {
     let options = options(&clock())

@@ -14,7 +14,6 @@ use super::filter::{Filter, ObserveOptions};
 use super::keep::Kept;
 use super::namespace::{ClaimOptions, Namespace};
 use super::run_once::{Attempt, RunVerdict};
-use super::timers::{Timed, Timer};
 use super::update::Basis;
 use super::wait::{Next, Waiting};
 use crate::error::{ErrorKind, Result};
@@ -283,12 +282,10 @@ impl<C: EffectClass> Namespace<C> {
                 Next::Return(verdict) => break verdict,
                 Next::LookAgain => {}
                 Next::Sleep(listening, until_ms) => {
-                    engine.start_timers()?;
-                    let _timer = waiting.place().map(|place| {
-                        let bell = place.bell().clone();
-                        Timer::new(&engine.timers, until_ms, Timed::Ring(bell))
-                    });
-                    listening.await;
+                    // Who sleeps stands in a line.
+                    if let Some(place) = waiting.place() {
+                        engine.sleep_async(place, listening, until_ms).await?;
+                    }
                 }
             }
         };

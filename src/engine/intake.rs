@@ -3,19 +3,23 @@
 //! A thin layer over two namespaces: claims, which say what became of each key, and an outbox,
 //! which holds the payloads that wait. A job's end and the end of its payload are one frame.
 
+use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::Duration;
 
+use super::Engine;
 use super::claim::{Claim, ClaimVerdict, Commit, Started};
 use super::class::{EffectClass, Probeable};
 use super::group::{GroupLevels, Grouped, Member, MemberStep};
 use super::handle::DedupLog;
-use super::namespace::{Namespace, ProbeRequest};
+use super::namespace::{Namespace, ProbeRequest, to_ms};
 use super::outbox::{Leased, Outbox, OutboxEntry, OutboxStats, entry_key};
 use super::run_once::RunVerdict;
-use super::timers::{Timed, Timer};
+use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::Kind;
 use crate::key::check_key;
+use crate::log::bell::Listening;
 use crate::model::claim as model;
 use crate::model::claim::{Entry, QueuedEntry};
 use crate::options::{NamespaceOptions, Retention};
@@ -388,10 +392,8 @@ impl<C: EffectClass> Intake<C> {
         let engine = &self.queue.handle.engine;
         let mut waiting = self.queue.wait(deadline);
         while let Some((listening, until_ms)) = waiting.look(|| self.take_or_when(count))? {
-            engine.start_timers()?;
-            let bell = waiting.place.bell().clone();
-            let _timer = Timer::new(&engine.timers, until_ms, Timed::Ring(bell));
-            listening.await;
+            let slept = engine.sleep_async(&waiting.place, listening, until_ms);
+            slept.await?;
         }
         Ok(waiting.found)
     }
@@ -499,22 +501,12 @@ impl<C: EffectClass> Intake<C> {
     /// # Errors
     /// As [`Intake::status`]; `Closed` and `Poisoned` end a wait.
     pub fn wait_outcome(&self, key: impl AsRef<[u8]>, deadline: Duration) -> Result<JobStatus> {
-        let key = key.as_ref();
-        let engine = &self.queue.handle.engine;
-        let until_ms = engine
-            .now()
-            .boot_ms
-            .saturating_add(super::namespace::to_ms(deadline));
-        let place = engine
-            .waits
-            .join(self.queue.space.id, &entry_key(self.jobs.name(), key, 0));
+        let (place, until_ms) = self.wait_for(key.as_ref(), deadline);
         loop {
-            let listening = place.listen();
-            let status = self.status(key)?;
-            if status.is_end() || engine.now().boot_ms >= until_ms {
-                return Ok(status);
+            match self.look(key.as_ref(), &place, until_ms)? {
+                ControlFlow::Break(status) => return Ok(status),
+                ControlFlow::Continue(listening) => self.engine().sleep(listening, until_ms),
             }
-            engine.sleep(listening, until_ms);
         }
     }
 
@@ -527,26 +519,44 @@ impl<C: EffectClass> Intake<C> {
         key: impl AsRef<[u8]>,
         deadline: Duration,
     ) -> Result<JobStatus> {
-        let key = key.as_ref();
-        let engine = &self.queue.handle.engine;
-        let until_ms = engine
-            .now()
-            .boot_ms
-            .saturating_add(super::namespace::to_ms(deadline));
-        let place = engine
-            .waits
-            .join(self.queue.space.id, &entry_key(self.jobs.name(), key, 0));
+        let (place, until_ms) = self.wait_for(key.as_ref(), deadline);
         loop {
-            let listening = place.listen();
-            let status = self.status(key)?;
-            if status.is_end() || engine.now().boot_ms >= until_ms {
-                return Ok(status);
+            match self.look(key.as_ref(), &place, until_ms)? {
+                ControlFlow::Break(status) => return Ok(status),
+                ControlFlow::Continue(listening) => {
+                    let slept = self.engine().sleep_async(&place, listening, until_ms);
+                    slept.await?;
+                }
             }
-            engine.start_timers()?;
-            let bell = place.bell().clone();
-            let _timer = Timer::new(&engine.timers, until_ms, Timed::Ring(bell));
-            listening.await;
         }
+    }
+
+    fn engine(&self) -> &Arc<Engine> {
+        &self.queue.handle.engine
+    }
+
+    fn wait_for(&self, key: &[u8], deadline: Duration) -> (Place<'_>, u64) {
+        let engine = self.engine();
+        let until_ms = engine.now().boot_ms.saturating_add(to_ms(deadline));
+        let own_key = entry_key(self.jobs.name(), key, 0);
+        (engine.waits.join(self.queue.space.id, &own_key), until_ms)
+    }
+
+    /// Looks at a key; registered before, so that no change behind the look is missed.
+    fn look(
+        &self,
+        key: &[u8],
+        place: &Place<'_>,
+        until_ms: u64,
+    ) -> Result<ControlFlow<JobStatus, Listening>> {
+        let listening = place.listen();
+        let status = self.status(key)?;
+        let is_over = status.is_end() || self.engine().now().boot_ms >= until_ms;
+        Ok(if is_over {
+            ControlFlow::Break(status)
+        } else {
+            ControlFlow::Continue(listening)
+        })
     }
 
     /// Returns how much waits, and how long.

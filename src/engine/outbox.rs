@@ -12,7 +12,6 @@ use super::handle::Handle;
 use super::lookup::read_error;
 use super::namespace::{Space, to_ms};
 use super::pass::{Rests, later};
-use super::timers::{Timed, Timer};
 use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{FRAME_BYTES_MAX, Kind, Record};
@@ -235,10 +234,8 @@ impl Outbox {
         let engine = &self.handle.engine;
         let mut waiting = self.wait(deadline);
         while let Some((listening, until_ms)) = waiting.look(|| self.lease_or_when(count))? {
-            engine.start_timers()?;
-            let bell = waiting.place.bell().clone();
-            let _timer = Timer::new(&engine.timers, until_ms, Timed::Ring(bell));
-            listening.await;
+            let slept = engine.sleep_async(&waiting.place, listening, until_ms);
+            slept.await?;
         }
         Ok(waiting.found)
     }

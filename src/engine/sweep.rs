@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
 use crate::format::names::FileName;
 use crate::format::record::{FLAG_CARRIED, Kind, Record};
+use crate::format::to_usize;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::FailureCount;
@@ -130,7 +131,7 @@ impl Engine {
         if gone.is_empty() {
             Ok(())
         } else {
-            self.drop_segments(upkeep, &gone, failures)
+            self.drop_segments(upkeep, &gone, failures).map(|_| ())
         }
     }
 
@@ -140,21 +141,28 @@ impl Engine {
             let core = self.core();
             (core.view.clone(), core.failures)
         };
-        let records_count: usize = view
-            .sealed
-            .values()
-            .map(|sealed| crate::format::to_usize(sealed.entry.records_count))
-            .sum();
-        // Where most of the log is kept anyway, eviction would only move it. No segment is passed
-        // over for a later one: that one may hide what is in it.
-        if self.core().unsettled.len() * 2 > records_count {
-            return Ok(false);
-        }
-        let Some((id, sealed)) = view.sealed.first_key_value() else {
+        let (Some((id, sealed)), Some(last)) = (
+            view.sealed.first_key_value(),
+            view.sealed.keys().next_back(),
+        ) else {
             return Ok(false);
         };
+        let records = view
+            .sealed
+            .values()
+            .map(|s| to_usize(s.entry.records_count));
+        let kept_max = records.sum::<usize>() / 2;
+        let behind = ..Position::new(last + 1, 0).get();
+        // Where most of the sealed log is kept anyway, eviction would only move it. No segment is
+        // passed over for a later one: that one may hide what is in it.
+        if self.core().unsettled.range(behind).count() > kept_max {
+            return Ok(false);
+        }
         self.carry_over(upkeep, sealed, Carry::Unsettled)?;
-        self.drop_segments(upkeep, &BTreeSet::from([*id]), failures)?;
+        if !self.drop_segments(upkeep, &BTreeSet::from([*id]), failures)? {
+            // It is still there: the caller asks again.
+            return Ok(true);
+        }
         let records_count = u64::from(sealed.entry.records_count);
         self.counters.evicted.add(records_count);
         self.tell(Event::Evicted { records_count });
@@ -193,7 +201,7 @@ impl Engine {
         let map = segment
             .freeze()
             .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-        let end = crate::format::to_usize(sealed.entry.end);
+        let end = to_usize(sealed.entry.end);
         let mut replay = Replay::new(map.get(..end).unwrap_or_default(), segment.nonce);
         let mut offsets = Vec::new();
         for item in replay.by_ref() {
@@ -258,13 +266,14 @@ impl Engine {
     }
 
     /// Removes segments from the manifest, then from the view, then from the directory.
-    /// `failed_before` is how many writes had failed before anything was carried over.
+    /// `failed_before` is how many writes had failed before anything was carried over; `false`: one
+    /// has failed since, and nothing was removed.
     fn drop_segments(
         &self,
         upkeep: &mut Upkeep,
         gone: &BTreeSet<u64>,
         failed_before: usize,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         // Carried copies must be durable before the originals go.
         let (end, failures) = {
             let core = self.core();
@@ -276,7 +285,7 @@ impl Engine {
         if self.core().failures != failed_before {
             // What had superseded a record here, so that it was not carried over, may have been
             // taken back. The next sweep looks again.
-            return Ok(());
+            return Ok(false);
         }
         let mut runs = Vec::new();
         if !upkeep.unlinked.is_empty() {
@@ -324,7 +333,7 @@ impl Engine {
             .left
             .extend(segments.map(|id| FileName::Segment(*id)));
         upkeep.left.extend(runs.into_iter().flat_map(file_names));
-        self.remove_left(upkeep)
+        self.remove_left(upkeep).map(|()| true)
     }
 
     /// Writes a hint when nothing was appended since the time before.
@@ -391,7 +400,7 @@ impl Engine {
         let map = segment
             .freeze()
             .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-        let bytes = map.get(..crate::format::to_usize(end)).unwrap_or_default();
+        let bytes = map.get(..to_usize(end)).unwrap_or_default();
         let replayed = super::recovery::replay_segment(bytes, segment, &self.hash)?;
         if !replayed.sealed {
             return Err(Error::damaged(

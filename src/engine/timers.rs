@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use super::Engine;
 use super::keep::Keep;
+use super::waits::Place;
 use crate::error::{Error, Result};
 use crate::log::bell::{Bell, Listening};
 use crate::log::sync::primitives::Arc as BellArc;
@@ -184,6 +185,20 @@ impl Engine {
     pub(crate) fn time_moved(&self) {
         self.timers.look();
         self.waits.ring_all();
+    }
+
+    /// The same for a task that stands in a line: it never blocks the thread that polls it.
+    pub(crate) async fn sleep_async(
+        self: &Arc<Self>,
+        place: &Place<'_>,
+        listening: Listening,
+        until_ms: u64,
+    ) -> Result<()> {
+        self.start_timers()?;
+        let bell = place.bell().clone();
+        let _timer = Timer::new(&self.timers, until_ms, Timed::Ring(bell));
+        listening.await;
+        Ok(())
     }
 
     /// Sleeps until the bell rings or a moment on the boot clock has come.
