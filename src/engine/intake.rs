@@ -8,13 +8,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Engine;
-use super::claim::{Claim, ClaimVerdict, Commit, Started};
 use super::class::{EffectClass, Probeable};
 use super::group::{GroupLevels, Grouped, Member, MemberStep};
 use super::handle::DedupLog;
+use super::job::{GiveBack, Taken};
 use super::namespace::{Namespace, ProbeRequest, to_ms};
-use super::outbox::{Leased, Outbox, OutboxEntry, OutboxStats, entry_key};
-use super::run_once::RunVerdict;
+use super::outbox::{Leased, Outbox, OutboxStats, entry_key};
 use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::Kind;
@@ -23,11 +22,7 @@ use crate::log::bell::Listening;
 use crate::model::claim as model;
 use crate::model::claim::{Entry, QueuedEntry};
 use crate::options::{NamespaceOptions, Retention};
-use crate::stamp::Stamp;
-use crate::verdict::{AckAdvice, Change, CommitVerdict, Done, Doubt, Failure, KeyState, Probed};
-
-/// How long a job waits that nobody may begin, before it is looked at again.
-const BLOCKED_PAUSE: Duration = Duration::from_secs(60);
+use crate::verdict::{AckAdvice, Done, Doubt, KeyState, Probed};
 
 /// Which payload counts when a key is submitted again while it is queued.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -181,8 +176,8 @@ impl JobStatus {
 /// handles of the same intake.
 #[derive(Debug)]
 pub struct Intake<C: EffectClass> {
-    jobs: Namespace<C>,
-    queue: Outbox,
+    pub(super) jobs: Namespace<C>,
+    pub(super) queue: Outbox,
     queued_max: u64,
     keep: Keep,
 }
@@ -351,7 +346,7 @@ impl<C: EffectClass> Intake<C> {
         })
     }
 
-    fn queued_entry(&self, key: &[u8]) -> Result<Option<Entry>> {
+    pub(super) fn queued_entry(&self, key: &[u8]) -> Result<Option<Entry>> {
         let own_key = entry_key(self.jobs.name(), key, 0);
         let entry = self
             .queue
@@ -411,7 +406,7 @@ impl<C: EffectClass> Intake<C> {
             }
             let mut rest = leased.entries.into_iter();
             while let Some(entry) = rest.next() {
-                let failed = GiveBack(self, Some(&entry));
+                let failed = GiveBack::new(self, &entry);
                 let claimed = self.claim(entry.clone());
                 match claimed {
                     Ok(job) => {
@@ -425,48 +420,6 @@ impl<C: EffectClass> Intake<C> {
                 }
             }
         }
-    }
-
-    /// Claims the job of an entry; `None`: it is not to be begun now, or never again.
-    fn claim(&self, entry: OutboxEntry) -> Result<Option<Taken<C>>> {
-        let claim = match self.jobs.claim(&entry.key)? {
-            ClaimVerdict::New(claim)
-            | ClaimVerdict::Takeover { claim, .. }
-            | ClaimVerdict::Retry { claim, .. } => claim,
-            // It ended by another way than through here.
-            ClaimVerdict::Duplicate(_)
-            | ClaimVerdict::Rejected { .. }
-            | ClaimVerdict::Dead { .. }
-            | ClaimVerdict::Mismatch => {
-                self.queue.ack(&entry)?;
-                return Ok(None);
-            }
-            ClaimVerdict::Busy { lease_left, .. } => {
-                self.queue.pause(&entry, lease_left)?;
-                return Ok(None);
-            }
-            ClaimVerdict::Backoff { after, .. } => {
-                self.queue.pause(&entry, after)?;
-                return Ok(None);
-            }
-            ClaimVerdict::InDoubt(_) => {
-                self.queue.pause(&entry, BLOCKED_PAUSE)?;
-                self.tell_of_end(&entry);
-                return Ok(None);
-            }
-        };
-        // From the claim on nobody replaces the payload: this is the one that counts.
-        let Some(current) = self.queued_entry(&entry.key)? else {
-            let _released = claim.fail(Failure::Release)?;
-            return Ok(None);
-        };
-        let mut entry = entry;
-        let stamp = current.epoch();
-        entry.set_current(current.outcome, stamp);
-        Ok(Some(Taken {
-            intake: self.clone(),
-            held: Some((claim, entry)),
-        }))
     }
 
     /// Says what is known of a key. It may change the moment after.
@@ -566,31 +519,6 @@ impl<C: EffectClass> Intake<C> {
     pub fn stats(&self) -> Result<OutboxStats> {
         self.queue.stats()
     }
-
-    /// Does with a payload what the end of its job asks for.
-    fn settle(&self, entry: &OutboxEntry, state: &KeyState) -> Result<()> {
-        match state {
-            KeyState::Rejected { .. } | KeyState::Dead { .. } | KeyState::Done(_) => {
-                self.queue.ack(entry)?;
-            }
-            KeyState::Failed { retry_after, .. } => self.queue.pause(entry, *retry_after)?,
-            KeyState::InDoubt(_) => self.queue.pause(entry, BLOCKED_PAUSE)?,
-            KeyState::Pending { lease_left, .. } => self.queue.pause(entry, *lease_left)?,
-            KeyState::Absent | KeyState::Seen => {
-                self.queue.give_back(std::slice::from_ref(entry))?;
-            }
-        }
-        self.tell_of_end(entry);
-        self.queue.ring();
-        Ok(())
-    }
-
-    /// Wakes who waits for the outcome of a job.
-    fn tell_of_end(&self, entry: &OutboxEntry) {
-        let own_key = entry_key(self.jobs.name(), &entry.key, 0);
-        let waits = &self.queue.handle.engine.waits;
-        waits.changed(self.queue.space.id, &own_key, true);
-    }
 }
 
 /// Returns what a submission is told of a job that has an end.
@@ -609,158 +537,4 @@ fn full(max: u64) -> Error {
         ErrorKind::Full,
         format!("too many jobs wait: queued_max={max}; let the broker deliver again later"),
     )
-}
-
-/// A job that was taken. Dropped without an end, it is given back.
-#[derive(Debug)]
-pub struct Taken<C: EffectClass> {
-    intake: Intake<C>,
-    /// `None` once it has an end.
-    held: Option<(Claim<C>, OutboxEntry)>,
-}
-
-/// What the effect of a job knows about it.
-#[derive(Clone, Debug)]
-pub struct Job {
-    entry: OutboxEntry,
-    epoch: Stamp,
-    attempt: u32,
-}
-
-impl Job {
-    /// Returns the key.
-    pub fn key(&self) -> &[u8] {
-        &self.entry.key
-    }
-
-    /// Returns the payload.
-    pub fn payload(&self) -> &[u8] {
-        &self.entry.payload
-    }
-
-    /// Returns the number of this attempt, from 1.
-    pub fn attempt(&self) -> u32 {
-        self.attempt
-    }
-
-    /// Returns the epoch: the fencing token to give to the target.
-    pub fn epoch(&self) -> Stamp {
-        self.epoch
-    }
-
-    /// Returns the same text on every attempt of this key: the target's own idempotency key.
-    pub fn derived_key(&self, step: &str) -> String {
-        crate::key::derive_key(&self.entry.namespace, &self.entry.key, step)
-    }
-}
-
-impl<C: EffectClass> Taken<C> {
-    /// Returns the key.
-    pub fn key(&self) -> &[u8] {
-        self.held.as_ref().map_or(&[], |(_, entry)| &entry.key)
-    }
-
-    /// Returns the payload.
-    pub fn payload(&self) -> &[u8] {
-        self.held.as_ref().map_or(&[], |(_, entry)| &entry.payload)
-    }
-
-    /// Runs the effect: starts it, durably where the class asks for that, and commits its outcome
-    /// together with the end of its payload. A failure ends the attempt as it says; the job waits
-    /// then, or has its end. If `effect` panics, its outcome is unknown.
-    ///
-    /// # Errors
-    /// As [`Namespace::run_once`].
-    pub fn run(
-        mut self,
-        effect: impl FnOnce(&Job) -> std::result::Result<Vec<u8>, Failure>,
-    ) -> Result<RunVerdict> {
-        let Some((claim, entry)) = self.held.take() else {
-            return Err(Error::invalid("job has an end already"));
-        };
-        let job = Job {
-            epoch: claim.epoch(),
-            attempt: claim.attempt(),
-            entry,
-        };
-        let rest = GiveBack(&self.intake, Some(&job.entry));
-        let started = self.intake.jobs.begin(claim)?;
-        let verdict = match effect(&job) {
-            Ok(outcome) => self.commit(started, &job.entry, outcome)?,
-            Err(failure) => match started.fail(failure)? {
-                Change::Applied(state) | Change::Fenced { current: state } => {
-                    RunVerdict::Failed { state }
-                }
-            },
-        };
-        let state = match &verdict {
-            RunVerdict::Failed { state } => state.clone(),
-            RunVerdict::Ran {
-                commit: CommitVerdict::Fenced { current, .. },
-                ..
-            } => current.clone(),
-            _ => {
-                rest.keep();
-                return Ok(verdict);
-            }
-        };
-        self.intake.settle(&job.entry, &state)?;
-        rest.keep();
-        Ok(verdict)
-    }
-
-    fn commit(
-        &self,
-        mut started: Started<C>,
-        entry: &OutboxEntry,
-        outcome: Vec<u8>,
-    ) -> Result<RunVerdict> {
-        let end = |commit: Commit| commit.acknowledge(&self.intake.queue, entry);
-        match started.commit_with(end(Commit::new(outcome.clone()))) {
-            Ok(commit) => Ok(RunVerdict::Ran { outcome, commit }),
-            // The effect has happened: that must be recorded even if its outcome cannot be.
-            Err(error) if error.kind() == ErrorKind::Invalid => {
-                let _recorded = started.commit_with(end(Commit::without_outcome()))?;
-                Err(error)
-            }
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Takes the job apart, for a caller that runs the steps itself: commit the claim with
-    /// [`Commit::acknowledge`], so that the payload ends with it. A payload whose job has ended
-    /// another way ends when it is taken the next time.
-    pub fn into_parts(mut self) -> Option<(Claim<C>, OutboxEntry)> {
-        self.held.take()
-    }
-}
-
-/// Gives the payload back if the job ends by a panic or an error.
-struct GiveBack<'a, C: EffectClass>(&'a Intake<C>, Option<&'a OutboxEntry>);
-
-impl<C: EffectClass> Drop for GiveBack<'_, C> {
-    fn drop(&mut self) {
-        if let Some(entry) = self.1 {
-            // A store that refuses this ends the lease with itself.
-            let given = self.0.queue.give_back(std::slice::from_ref(entry));
-            given.unwrap_or_default();
-            self.0.tell_of_end(entry);
-        }
-    }
-}
-
-impl<C: EffectClass> GiveBack<'_, C> {
-    /// Leaves the payload to whoever has it now.
-    fn keep(mut self) {
-        self.1 = None;
-    }
-}
-
-impl<C: EffectClass> Drop for Taken<C> {
-    fn drop(&mut self) {
-        if let Some((claim, entry)) = self.held.take() {
-            drop(claim);
-            drop(GiveBack(&self.intake, Some(&entry)));
-        }
-    }
 }

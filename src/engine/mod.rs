@@ -24,6 +24,7 @@ mod hint;
 pub(crate) mod intake;
 #[cfg(all(test, idemlog_shuttle))]
 mod interleaved;
+pub(crate) mod job;
 mod keep;
 mod listing;
 pub(crate) mod lock;
