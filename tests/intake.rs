@@ -481,3 +481,92 @@ fn no_crash_loses_a_job_or_leaves_one_queued_that_is_done() {
     });
     assert!(totals.checked > 100);
 }
+
+/// Works off what is queued, with the largest outcomes, and says how much it was.
+fn work_off(intake: &Intake<Repeatable>) -> usize {
+    let mut done = 0;
+    loop {
+        let Some(taken) = intake.take(1).unwrap().pop() else {
+            return done;
+        };
+        let ran = taken.run(|_| Ok(vec![7; 300])).unwrap();
+        assert!(matches!(ran, RunVerdict::Ran { .. }));
+        done += 1;
+    }
+}
+
+/// Story: taking a job needed room as a new claim does. At the bound nothing could be submitted and
+/// nothing taken, so that no room ever came.
+#[test]
+fn at_the_bound_on_unsettled_records_jobs_are_taken_and_make_room() {
+    let disk = SimDisk::new();
+    let open = |disk: &SimDisk| {
+        let store = Options::new().segment_bytes(8192).background(false);
+        let log = store.unsettled_count_max(2).open_on(disk.dir()).unwrap();
+        log.intake::<Repeatable>("jobs", options()).unwrap()
+    };
+    let intake = open(&disk);
+    let kind = |answer: idemlog::Result<Submitted>| answer.unwrap_err().kind();
+    for key in ["a", "b"] {
+        assert_eq!(intake.submit(key, "").unwrap(), Submitted::Queued);
+    }
+    assert_eq!(kind(intake.submit("c", "")), ErrorKind::Full);
+    let taken = intake.take(1).unwrap().remove(0);
+    assert_eq!(kind(intake.submit("c", "")), ErrorKind::Full);
+    // Others than jobs that were accepted get nothing beyond the bound.
+    assert_eq!(
+        intake.jobs().claim("other").unwrap_err().kind(),
+        ErrorKind::Full
+    );
+    drop(intake);
+    drop(taken);
+    let intake = open(&disk.after_kill());
+    assert_eq!(kind(intake.submit("c", "")), ErrorKind::Full);
+    let taken = intake.take(1).unwrap().remove(0);
+    let ran = taken.run(|_| Ok(Vec::new())).unwrap();
+    assert!(matches!(ran, RunVerdict::Ran { .. }));
+    assert_eq!(intake.submit("c", "").unwrap(), Submitted::Queued);
+    assert_eq!(work_off(&intake), 2);
+}
+
+/// The same for the bound on the log, which stays within it: what a job writes later is kept free
+/// from its submission on, also over a reopen.
+#[test]
+fn at_the_bound_on_the_log_jobs_are_worked_off_within_it() {
+    const BYTES_MAX: u64 = 64 * 1024;
+    for reopens in [false, true] {
+        let disk = SimDisk::new();
+        let open = |disk: &SimDisk| {
+            let store = Options::new().segment_bytes(8192).background(false);
+            let log = store.log_bytes_max(BYTES_MAX).open_on(disk.dir());
+            let log = log.unwrap();
+            let intake = log.intake::<Repeatable>("jobs", options()).unwrap();
+            (log, intake)
+        };
+        let fill = |intake: &Intake<Repeatable>, from: usize| {
+            (from..)
+                .map(|n| intake.submit(format!("{n}"), [1; 50]))
+                .position(|submitted| submitted.is_err())
+                .unwrap()
+        };
+        let (mut log, mut intake) = open(&disk);
+        let accepted = fill(&intake, 0);
+        assert!(accepted > 20, "{accepted}");
+        if reopens {
+            drop(intake);
+            log.close().unwrap();
+            (log, intake) = open(&disk);
+            assert_eq!(
+                fill(&intake, accepted),
+                0,
+                "the room kept free is forgotten"
+            );
+        }
+        assert_eq!(work_off(&intake), accepted);
+        assert!(
+            log.stats().log_bytes <= BYTES_MAX,
+            "{}",
+            log.stats().log_bytes
+        );
+    }
+}

@@ -9,7 +9,7 @@ use super::group::{GroupLevels, Grouped, Member, MemberStep, Written};
 use super::namespace::{Namespace, Space};
 use super::outbox::{Outbox, OutboxEntry, entry_key};
 use super::pass::Rests;
-use super::update::Step;
+use super::update::{Step, end_bytes};
 use super::watermarks::{Watermarks, advance_step};
 use super::{Engine, cells::Cells};
 use crate::error::{Error, Result};
@@ -87,6 +87,15 @@ impl Commit {
         };
         let key = entry_key(&entry.namespace, &entry.key, entry.index);
         self.attach(outbox.handle.engine.store, &outbox.space, key, what)
+    }
+
+    /// Returns the bytes of what ends with a commit: that makes room, and waits for none.
+    fn ends_bytes(&self) -> usize {
+        let ends = self.attached.iter().filter_map(|a| match a.what {
+            Attached::End { .. } => Some(end_bytes(a.key.len())),
+            _ => None,
+        });
+        ends.sum()
     }
 
     /// Returns the entries that a commit ends: outbox and place.
@@ -339,7 +348,7 @@ fn attached_step(
             entry.state.at_ms = env.now.trusted_ms;
             entry.queued = Some(Box::new(QueuedEntry {
                 ordering: ordering.clone(),
-                origin: 0,
+                ..QueuedEntry::default()
             }));
             entry.outcome.clone_from(payload);
             MemberStep::Write {
@@ -533,7 +542,7 @@ impl<C: EffectClass> Namespace<C> {
         let engine = &self.handle.engine;
         let levels = GroupLevels {
             level: self.level(commit.durability),
-            reserved_bytes: engine.owed_bytes(&self.space, key),
+            reserved_bytes: engine.owed_bytes(&self.space, key) + commit.ends_bytes(),
         };
         let claim = GroupClaim {
             space: &self.space,

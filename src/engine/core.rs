@@ -333,6 +333,15 @@ impl Core {
         (!until.has_come(trusted_ms)).then_some(until.to_disk())
     }
 
+    /// Keeps so much log space free for what is written when this record is settled.
+    pub(crate) fn set_owed(&mut self, position: Position, owed_bytes: u32) {
+        if let Some(entry) = self.unsettled.get_mut(&position.get()) {
+            self.owed_bytes -= u64::from(entry.owed_bytes);
+            self.owed_bytes += u64::from(owed_bytes);
+            entry.owed_bytes = owed_bytes;
+        }
+    }
+
     /// Notes where an outbox entry is now that was carried over.
     pub(crate) fn move_queued(&mut self, record: &Record<'_>, position: Position) {
         let failures = self.failures;

@@ -10,6 +10,7 @@ use super::pass::{Rests, later};
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{HEADER_BYTES, Kind, PART_HEADER_BYTES, Record};
+use crate::format::to_u32;
 use crate::index::active::ActiveTable;
 use crate::key::NamespaceKind;
 use crate::log::sync::FailureCount;
@@ -38,6 +39,12 @@ pub(crate) struct Member<'a> {
 pub(crate) enum MemberStep<R> {
     /// Append this state; `stamped` ones get a stamp of their own.
     Write { entry: Entry, stamped: bool },
+    /// Append the claim of a job, for which room was kept free when the job was accepted.
+    Claim {
+        entry: Entry,
+        /// End of its lease on the boot clock.
+        deadline_boot_ms: u64,
+    },
     /// It is so already.
     Nothing,
     /// The whole group is refused.
@@ -66,6 +73,8 @@ pub(crate) enum Grouped<R> {
 pub(crate) struct Written {
     pub(crate) position: Position,
     pub(crate) stamp: Stamp,
+    /// The place of the outbox entry that this has ended or taken another place for.
+    pub(crate) place_before: Option<u64>,
     /// Nobody waits for the key any more.
     ends_waits: bool,
 }
@@ -76,6 +85,13 @@ struct Planned<'a> {
     wanted: Wanted<'a>,
     older: Option<Older>,
     entry: Entry,
+    stamped: bool,
+    /// It is the claim of a job; see [`MemberStep::Claim`].
+    deadline_boot_ms: Option<u64>,
+    place_before: Option<u64>,
+    /// Log space kept free for what is written later, and how much of that was kept before.
+    owed_bytes: u32,
+    owed_before: u32,
 }
 
 /// What a try under the lock came to.
@@ -193,59 +209,79 @@ impl Engine {
                 end: hit.older.position.after(),
                 failures: FailureCount::new(core.failures),
             });
-            match decide(index, entry, &env)? {
-                MemberStep::Write { entry, stamped } => {
-                    let older = hit.map(|hit| hit.older);
-                    planned.push((index, *wanted, older, entry, stamped));
-                }
+            let (entry, stamped, deadline_boot_ms) = match decide(index, entry, &env)? {
+                MemberStep::Write { entry, stamped } => (entry, stamped, None),
+                MemberStep::Claim {
+                    entry,
+                    deadline_boot_ms,
+                } => (entry, true, Some(deadline_boot_ms)),
                 MemberStep::Nothing => {
                     rest_on(core, hit, levels.level);
                     rests = rest.map_or(rests, |on| later(rests, on));
+                    continue;
                 }
                 MemberStep::Refuse(why) => {
                     rest_on(core, hit, levels.level);
                     return Ok(Tried::Done(Grouped::Refused(why), rest));
                 }
-            }
-        }
-        self.check_group(core, &planned)?;
-        let mut ready = Vec::with_capacity(planned.len());
-        let mut has_stamps = true;
-        for (index, wanted, older, mut entry, stamped) in planned {
-            entry.cut_texts(self.evidence_bytes_max());
-            if stamped {
-                match core.stamps.take() {
-                    Some(stamp) => entry.state.stamp = stamp.get(),
-                    None => has_stamps = false,
-                }
-            }
-            ready.push(Planned {
+            };
+            let older = hit.map(|hit| hit.older);
+            let owed_before = owed_before(core, older);
+            planned.push(Planned {
                 index,
-                wanted,
+                wanted: *wanted,
                 older,
+                stamped,
+                deadline_boot_ms,
+                place_before: hit
+                    .filter(|hit| hit.taken.kind.is_queued())
+                    .map(|hit| place_of(&hit.taken, hit.older.position)),
+                owed_bytes: self.owed_behind(member, &entry, owed_before),
+                owed_before,
                 entry,
             });
         }
-        if let Some(room) = self.lacks_room(core, &ready, now, levels, has_stamps)? {
+        self.check_group(core, &planned)?;
+        let mut has_stamps = true;
+        for planned in &mut planned {
+            planned.entry.cut_texts(self.evidence_bytes_max());
+            if planned.stamped {
+                match core.stamps.take() {
+                    Some(stamp) => planned.entry.state.stamp = stamp.get(),
+                    None => has_stamps = false,
+                }
+            }
+        }
+        if let Some(room) = self.lacks_room(core, &planned, now, levels, has_stamps)? {
             return Ok(Tried::NoRoom(room));
         }
         let mut written = vec![None; members.len()];
-        let on = self.append_all(core, members, &ready, now, &mut written);
+        let on = self.append_all(core, members, &planned, now, &mut written);
         let rests = on.map_or(rests, |on| later(rests, on));
         Ok(Tried::Done(Grouped::Written(written), rests))
     }
 
-    /// Refuses what would leave more unsettled records than the bound.
-    fn check_group(
-        &self,
-        core: &Core,
-        planned: &[(usize, Wanted<'_>, Option<Older>, Entry, bool)],
-    ) -> Result<()> {
+    /// Returns the log space that is to be kept free behind a record.
+    fn owed_behind(&self, member: &Member<'_>, entry: &Entry, owed_before: u32) -> u32 {
+        match &entry.queued {
+            // An entry that changes owes on what it owed.
+            Some(queued) => queued.owed_bytes.max(owed_before),
+            None if entry.kind.is_open_claim() => {
+                to_u32(self.owed_bytes(member.space, member.key) + entry.evidence.len())
+            }
+            None => 0,
+        }
+    }
+
+    /// Refuses what would leave more unsettled records than the bound. The claim of a job counts
+    /// with the job's entry, which is there already: otherwise neither could ever end at the bound.
+    fn check_group(&self, core: &Core, planned: &[Planned<'_>]) -> Result<()> {
         let (mut more, mut fewer) = (0, 0);
-        for (_, _, older, entry, _) in planned {
-            let was = older.is_some_and(|older| older.kind.is_unsettled());
-            more += usize::from(entry.kind.is_unsettled() && !was);
-            fewer += usize::from(was && !entry.kind.is_unsettled());
+        for planned in planned.iter().filter(|p| p.deadline_boot_ms.is_none()) {
+            let was = planned.older.is_some_and(|older| older.kind.is_unsettled());
+            let is = planned.entry.kind.is_unsettled();
+            more += usize::from(is && !was);
+            fewer += usize::from(was && !is);
         }
         let max = self.options.unsettled_count_max;
         if more > fewer && core.unsettled.len() + more - fewer > max {
@@ -291,7 +327,11 @@ impl Engine {
         let need = if frame_bytes <= levels.reserved_bytes {
             Need::Owed
         } else {
-            Need::New { owed_bytes: 0 }
+            let before: u64 = ready.iter().map(|p| u64::from(p.owed_before)).sum();
+            let behind: u64 = ready.iter().map(|p| u64::from(p.owed_bytes)).sum();
+            Need::New {
+                owed_bytes: behind.saturating_sub(before),
+            }
         };
         let room = Room {
             frame_bytes,
@@ -325,8 +365,8 @@ impl Engine {
             let record = record_of(planned, member.space.id, core, now);
             let entry = planned.entry.kind.is_unsettled().then_some(UnsettledEntry {
                 namespace: member.space.id,
-                deadline_boot_ms: None,
-                owed_bytes: 0,
+                deadline_boot_ms: planned.deadline_boot_ms,
+                owed_bytes: planned.owed_bytes,
             });
             let Appended { position, .. } =
                 self.append(core, &record, planned.wanted.h, planned.older, entry);
@@ -337,6 +377,7 @@ impl Engine {
                 *place = Some(Written {
                     position,
                     stamp: planned.entry.epoch(),
+                    place_before: planned.place_before,
                     ends_waits: planned.entry.ends_waits(),
                 });
             }
@@ -394,6 +435,11 @@ pub(crate) fn place_of(entry: &Entry, position: Position) -> u64 {
 
 fn origin_of(entry: &Entry) -> u64 {
     entry.queued.as_ref().map_or(0, |queued| queued.origin)
+}
+
+fn owed_before(core: &Core, older: Option<Older>) -> u32 {
+    let unsettled = older.and_then(|older| core.unsettled.get(&older.position.get()));
+    unsettled.map_or(0, |entry| entry.owed_bytes)
 }
 
 /// Notes that an answer rests on this record.

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::Engine;
 use super::class::{EffectClass, Probeable};
-use super::group::{GroupLevels, Grouped, Member, MemberStep};
+use super::group::{GroupLevels, Grouped, Member, MemberStep, Written};
 use super::handle::DedupLog;
 use super::job::{GiveBack, Taken};
 use super::namespace::{Namespace, ProbeRequest, to_ms};
@@ -17,12 +17,21 @@ use super::outbox::{Leased, Outbox, OutboxStats, entry_key};
 use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::Kind;
+use crate::format::to_u32;
 use crate::key::check_key;
 use crate::log::bell::Listening;
 use crate::model::claim as model;
 use crate::model::claim::{Entry, QueuedEntry};
 use crate::options::{NamespaceOptions, Retention};
 use crate::verdict::{AckAdvice, Done, Doubt, KeyState, Probed};
+
+/// What stands before the name of an intake in that of its queue.
+const QUEUE_PREFIX: &str = "intake:";
+
+/// Says whether a namespace of this name is the queue of an intake.
+pub(super) fn is_queue_name(name: &str) -> bool {
+    name.starts_with(QUEUE_PREFIX)
+}
 
 /// Which payload counts when a key is submitted again while it is queued.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -200,13 +209,15 @@ impl DedupLog {
     /// # Errors
     /// As [`DedupLog::namespace`] and [`DedupLog::outbox`].
     pub fn intake<C: EffectClass>(&self, name: &str, options: IntakeOptions) -> Result<Intake<C>> {
-        let queue = self.outbox(&format!("intake:{name}"), options.queue())?;
-        Ok(Intake {
+        let queue = self.outbox(&format!("{QUEUE_PREFIX}{name}"), options.queue())?;
+        let intake = Intake {
             jobs: self.namespace(name, options.jobs)?,
             queue,
             queued_max: options.queued_max,
             keep: options.keep,
-        })
+        };
+        intake.reserve()?;
+        Ok(intake)
     }
 }
 
@@ -291,22 +302,15 @@ impl<C: EffectClass> Intake<C> {
         let engine = &self.queue.handle.engine;
         let own_key = entry_key(self.jobs.name(), key, 0);
         check_key(&own_key)?;
-        let before = self.queue.place_of_key(&own_key)?;
         let stats = self.queue.stats()?;
         let is_full = stats.queued_count + stats.parked_count >= self.queued_max;
-        let member = |space, key| Member {
-            space,
-            key,
-            retention: Retention::Forever,
-        };
-        let members = [
-            member(&*self.jobs.space, key),
-            member(&*self.queue.space, own_key.as_slice()),
-        ];
+        let members = self.members(key, &own_key);
         let levels = GroupLevels {
             level: engine.level(self.jobs.space.options.durability, None),
             reserved_bytes: 0,
         };
+        // A job that is accepted finds room later, whatever fills the log meanwhile.
+        let owed_bytes = to_u32(engine.owed_by_job(&self.jobs.space, key, &own_key));
         let mut is_pending = false;
         let mut was_queued = false;
         let grouped = engine.update_group(&members, levels, |index, entry, env| {
@@ -329,7 +333,10 @@ impl<C: EffectClass> Intake<C> {
             super::attach::check_value(&self.queue.space, next.len())?;
             let mut fresh = Entry::new(Kind::Queued);
             fresh.state.at_ms = queued.map_or(env.now.trusted_ms, |queued| queued.state.at_ms);
-            fresh.queued = Some(Box::new(QueuedEntry::default()));
+            fresh.queued = Some(Box::new(QueuedEntry {
+                owed_bytes,
+                ..QueuedEntry::default()
+            }));
             fresh.outcome = next;
             Ok(MemberStep::Write {
                 entry: fresh,
@@ -338,15 +345,35 @@ impl<C: EffectClass> Intake<C> {
         })?;
         Ok(match grouped {
             Grouped::Refused(submitted) => submitted,
-            Grouped::Written(_) if was_queued => {
-                self.queue.drop_replaced(&own_key, before)?;
+            Grouped::Written(written) if was_queued => {
+                self.take_out(&written);
                 Submitted::Replaced
             }
             Grouped::Written(_) => Submitted::Queued,
         })
     }
 
-    pub(super) fn queued_entry(&self, key: &[u8]) -> Result<Option<Entry>> {
+    /// Returns job and payload of a key, in this order.
+    pub(super) fn members<'a>(&'a self, key: &'a [u8], own_key: &'a [u8]) -> [Member<'a>; 2] {
+        let member = |space, key, retention| Member {
+            space,
+            key,
+            retention,
+        };
+        [
+            member(&*self.jobs.space, key, self.jobs.space.options.retention),
+            member(&*self.queue.space, own_key, Retention::Forever),
+        ]
+    }
+
+    /// Takes the place out of the queue at which a payload was that has ended or has another one.
+    pub(super) fn take_out(&self, written: &[Option<Written>]) {
+        let before = written.iter().flatten().filter_map(|w| w.place_before);
+        let ended: Vec<(u16, u64)> = before.map(|place| (self.queue.space.id, place)).collect();
+        Outbox::take_out(self.engine(), &ended);
+    }
+
+    fn queued_entry(&self, key: &[u8]) -> Result<Option<Entry>> {
         let own_key = entry_key(self.jobs.name(), key, 0);
         let entry = self
             .queue
@@ -407,7 +434,7 @@ impl<C: EffectClass> Intake<C> {
             let mut rest = leased.entries.into_iter();
             while let Some(entry) = rest.next() {
                 let failed = GiveBack::new(self, &entry);
-                let claimed = self.claim(entry.clone());
+                let claimed = self.claim(&entry);
                 match claimed {
                     Ok(job) => {
                         failed.keep();
@@ -484,7 +511,7 @@ impl<C: EffectClass> Intake<C> {
         }
     }
 
-    fn engine(&self) -> &Arc<Engine> {
+    pub(super) fn engine(&self) -> &Arc<Engine> {
         &self.queue.handle.engine
     }
 

@@ -4,12 +4,19 @@ use std::time::Duration;
 
 use super::claim::{Claim, ClaimVerdict, Commit, Started};
 use super::class::EffectClass;
+use super::group::{GroupLevels, Grouped, MemberStep, place_of};
 use super::intake::Intake;
-use super::outbox::{OutboxEntry, entry_key};
+use super::namespace::{Answer, ClaimOptions};
+use super::outbox::{OutboxEntry, entry_key, parse_entry_key, public_entry};
 use super::run_once::RunVerdict;
+use super::update::{Decided, Step};
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::record::Kind;
+use crate::format::{to_u32, to_usize};
+use crate::model::claim::Entry;
+use crate::position::Position;
 use crate::stamp::Stamp;
-use crate::verdict::{Change, CommitVerdict, Failure, KeyState};
+use crate::verdict::{Change, CommitVerdict, Failure, KeyState, Probed};
 
 /// How long a job waits that nobody may begin, before it is looked at again.
 const BLOCKED_PAUSE: Duration = Duration::from_secs(60);
@@ -174,45 +181,144 @@ impl<C: EffectClass> Drop for Taken<C> {
 
 impl<C: EffectClass> Intake<C> {
     /// Claims the job of an entry; `None`: it is not to be begun now, or never again.
-    pub(super) fn claim(&self, entry: OutboxEntry) -> Result<Option<Taken<C>>> {
-        let claim = match self.jobs.claim(&entry.key)? {
+    pub(super) fn claim(&self, entry: &OutboxEntry) -> Result<Option<Taken<C>>> {
+        let Some((verdict, payload)) = self.claim_job(&entry.key)? else {
+            return Ok(None);
+        };
+        let claim = match verdict {
             ClaimVerdict::New(claim)
             | ClaimVerdict::Takeover { claim, .. }
             | ClaimVerdict::Retry { claim, .. } => claim,
-            // It ended by another way than through here.
+            // Its payload has ended with it.
             ClaimVerdict::Duplicate(_)
             | ClaimVerdict::Rejected { .. }
-            | ClaimVerdict::Dead { .. }
-            | ClaimVerdict::Mismatch => {
-                self.queue.ack(&entry)?;
-                return Ok(None);
-            }
+            | ClaimVerdict::Dead { .. } => return Ok(None),
             ClaimVerdict::Busy { lease_left, .. } => {
-                self.queue.pause(&entry, lease_left)?;
+                self.queue.pause(&payload, lease_left)?;
                 return Ok(None);
             }
             ClaimVerdict::Backoff { after, .. } => {
-                self.queue.pause(&entry, after)?;
+                self.queue.pause(&payload, after)?;
                 return Ok(None);
             }
-            ClaimVerdict::InDoubt(_) => {
-                self.queue.pause(&entry, BLOCKED_PAUSE)?;
-                self.tell_of_end(&entry);
+            ClaimVerdict::InDoubt(_) | ClaimVerdict::Mismatch => {
+                self.queue.pause(&payload, BLOCKED_PAUSE)?;
+                self.tell_of_end(&payload);
                 return Ok(None);
             }
         };
-        // From the claim on nobody replaces the payload: this is the one that counts.
-        let Some(current) = self.queued_entry(&entry.key)? else {
-            let _released = claim.fail(Failure::Release)?;
-            return Ok(None);
-        };
-        let mut entry = entry;
-        let stamp = current.epoch();
-        entry.set_current(current.outcome, stamp);
+        if payload.place != entry.place {
+            self.queue.hold(&payload)?;
+        }
         Ok(Some(Taken {
             intake: self.clone(),
-            held: Some((claim, entry)),
+            held: Some((claim, payload)),
         }))
+    }
+
+    /// Claims a job together with a look at its payload, which nobody replaces from then on;
+    /// `None`: there is none any more. If the job has its end, or gets it here, so has the payload.
+    fn claim_job(&self, key: &[u8]) -> Result<Option<(ClaimVerdict<C>, OutboxEntry)>> {
+        let mut probed: Option<(Stamp, Probed)> = None;
+        loop {
+            let Some((decided, payload)) = self.try_claim(key, probed.as_ref())? else {
+                return Ok(None);
+            };
+            if let (Answer::Probe(doubt), None) = (&decided.answer, &probed) {
+                probed = Some((doubt.epoch, self.jobs.ask(key, doubt)?));
+                continue;
+            }
+            return Ok(Some((self.jobs.verdict(key, decided, false), payload)));
+        }
+    }
+
+    fn try_claim(
+        &self,
+        key: &[u8],
+        probed: Option<&(Stamp, Probed)>,
+    ) -> Result<Option<(Decided<Answer>, OutboxEntry)>> {
+        let (engine, jobs, queue) = (self.engine(), &self.jobs, &self.queue.space);
+        let request = jobs.request(&ClaimOptions::new());
+        let own_key = entry_key(jobs.name(), key, 0);
+        let levels = GroupLevels {
+            level: jobs.claim_levels(request.detached).write,
+            reserved_bytes: self.reserved_bytes(),
+        };
+        let mut payload = None;
+        let mut next: Option<(Option<Entry>, Answer)> = None;
+        let members = self.members(key, &own_key);
+        let (grouped, rests) = engine.append_group(&members, levels, |index, entry, env| {
+            if index == 0 {
+                let step = match probed {
+                    Some((epoch, found)) => {
+                        jobs.decide_probed(entry, env, (*epoch, found), &request)
+                    }
+                    None => jobs.decide_claim(entry, env, &request),
+                };
+                let (step, entry, answer) = claim_member(step);
+                next = Some((entry, answer));
+                return Ok(step);
+            }
+            let Some(entry) = entry.filter(|entry| entry.kind == Kind::Queued) else {
+                return Ok(MemberStep::Refuse(()));
+            };
+            let place = place_of(entry, env.position.unwrap_or(Position::START));
+            payload = Some(public_entry(queue, &own_key, entry.clone(), place)?);
+            let ends = matches!(&next, Some((_, Answer::State { state, .. })) if is_end(state));
+            Ok(end_member(ends))
+        })?;
+        let (Grouped::Written(written), Some((entry, answer)), Some(payload)) =
+            (grouped, next, payload)
+        else {
+            return Ok(None);
+        };
+        // A claim waits for nothing; what is told of a job that has its end must be durable.
+        if let Some(rests) = rests.filter(|_| !matches!(answer, Answer::Granted { .. })) {
+            engine.ensure(rests.end, rests.failures, jobs.level(None))?;
+        }
+        self.take_out(&written);
+        let job = written.first().copied().flatten();
+        let written = entry.zip(job).map(|(mut entry, written)| {
+            entry.state.stamp = written.stamp.get();
+            (entry, written.position)
+        });
+        Ok(Some((Decided { answer, written }, payload)))
+    }
+
+    /// What ends a job needs no room: that was kept free when the job was accepted.
+    fn reserved_bytes(&self) -> usize {
+        to_usize(self.engine().options.segment_bytes)
+    }
+
+    /// Keeps log space free for the jobs that other openers have accepted.
+    pub(super) fn reserve(&self) -> Result<()> {
+        let (engine, queue) = (self.engine(), &self.queue.space);
+        // Nothing is carried over meanwhile.
+        let _one_at_a_time = engine.maintenance();
+        let is_first = engine.with_queue(queue, |queue| {
+            !std::mem::replace(&mut queue.is_reserved, true)
+        })?;
+        if !is_first {
+            return Ok(());
+        }
+        let positions: Vec<Position> = {
+            let core = engine.core();
+            let own = core
+                .unsettled
+                .iter()
+                .filter(|(_, e)| e.namespace == queue.id);
+            own.map(|(at, _)| Position::from_u64(*at)).collect()
+        };
+        for position in positions {
+            let Some(own_key) = engine.read_at(position, |record| record.key.to_vec())? else {
+                continue;
+            };
+            if let Some((_, _, key)) = parse_entry_key(&own_key) {
+                let owed_bytes = engine.owed_by_job(&self.jobs.space, &key, &own_key);
+                engine.core().set_owed(position, to_u32(owed_bytes));
+            }
+        }
+        Ok(())
     }
 
     /// Does with a payload what the end of its job asks for.
@@ -239,4 +345,44 @@ impl<C: EffectClass> Intake<C> {
         let waits = &self.queue.handle.engine.waits;
         waits.changed(self.queue.space.id, &own_key, true);
     }
+}
+
+/// Turns the decision about a job into what its group does: the step, the state to be appended,
+/// and the answer.
+fn claim_member(step: Step<Answer>) -> (MemberStep<()>, Option<Entry>, Answer) {
+    let (write, answer) = match step {
+        Step::Answer(answer) => return (MemberStep::Nothing, None, answer),
+        Step::Write(write, answer) => (write, answer),
+    };
+    let entry = write.entry.clone();
+    let step = match write.deadline_boot_ms.filter(|_| write.is_claim) {
+        Some(deadline_boot_ms) => MemberStep::Claim {
+            entry: write.entry,
+            deadline_boot_ms,
+        },
+        None => MemberStep::Write {
+            entry: write.entry,
+            stamped: false,
+        },
+    };
+    (step, Some(entry), answer)
+}
+
+/// What becomes of a payload: it ends with its job.
+fn end_member(ends: bool) -> MemberStep<()> {
+    if !ends {
+        return MemberStep::Nothing;
+    }
+    MemberStep::Write {
+        entry: Entry::new(Kind::Forgotten),
+        stamped: false,
+    }
+}
+
+/// Says whether a job in this state is never begun again.
+fn is_end(state: &KeyState) -> bool {
+    matches!(
+        state,
+        KeyState::Done(_) | KeyState::Rejected { .. } | KeyState::Dead { .. }
+    )
 }

@@ -354,37 +354,55 @@ impl<C: EffectClass> Namespace<C> {
         doubt: &Doubt,
         request: &Request,
     ) -> Result<(Decided<Answer>, Basis)> {
-        let found = match &self.probe {
-            None => Probed::Unknown,
-            Some(probe) => {
-                let _asking = Asking::begin(&self.handle.engine, &self.space, key)?;
-                probe(&ProbeRequest {
-                    namespace: &self.space.name,
-                    key,
-                    doubt: doubt.clone(),
-                })
-            }
-        };
-        if let Probed::Applied(outcome) = &found {
-            self.check_outcome(key, outcome.len())?;
-        }
+        let found = self.ask(key, doubt)?;
         self.handle.engine.update_undurable(
             true,
             &self.space,
             key,
             self.claim_levels(request.detached),
             self.space.options.retention,
-            |entry, env| match model::probed(entry, env, doubt.epoch, &found, request) {
-                Some(decision) => self.step(decision, entry, env, request),
-                None => match self.decide_claim(entry, env, request) {
-                    Step::Answer(Answer::Probe(doubt)) => Step::Answer(Answer::State {
-                        state: KeyState::InDoubt(doubt),
-                        busy_ms: Some(1),
-                    }),
-                    step => step,
-                },
-            },
+            |entry, env| self.decide_probed(entry, env, (doubt.epoch, &found), request),
         )
+    }
+
+    /// Asks the probe, with no lock held.
+    pub(crate) fn ask(&self, key: &[u8], doubt: &Doubt) -> Result<Probed> {
+        let Some(probe) = &self.probe else {
+            return Ok(Probed::Unknown);
+        };
+        let found = {
+            let _asking = Asking::begin(&self.handle.engine, &self.space, key)?;
+            probe(&ProbeRequest {
+                namespace: &self.space.name,
+                key,
+                doubt: doubt.clone(),
+            })
+        };
+        if let Probed::Applied(outcome) = &found {
+            self.check_outcome(key, outcome.len())?;
+        }
+        Ok(found)
+    }
+
+    /// Decides by what the probe has found out about an epoch, or anew if the key has changed
+    /// meanwhile.
+    pub(crate) fn decide_probed(
+        &self,
+        entry: Option<&Entry>,
+        env: &Env,
+        (epoch, found): (Stamp, &Probed),
+        request: &Request,
+    ) -> Step<Answer> {
+        match model::probed(entry, env, epoch, found, request) {
+            Some(decision) => self.step(decision, entry, env, request),
+            None => match self.decide_claim(entry, env, request) {
+                Step::Answer(Answer::Probe(doubt)) => Step::Answer(Answer::State {
+                    state: KeyState::InDoubt(doubt),
+                    busy_ms: Some(1),
+                }),
+                step => step,
+            },
+        }
     }
 
     /// A claim waits for nothing, but a state that a call has settled (done by a probe or
@@ -674,7 +692,7 @@ impl Engine {
     }
 }
 
-fn change_step(
+pub(crate) fn change_step(
     decision: ChangeDecision,
     entry: Option<&Entry>,
     env: &Env,

@@ -64,13 +64,6 @@ pub struct OutboxEntry {
     pub(super) place: u64,
 }
 
-impl OutboxEntry {
-    /// Notes that the payload was replaced since.
-    pub(super) fn set_current(&mut self, payload: Vec<u8>, stamp: Stamp) {
-        (self.payload, self.stamp) = (payload, stamp);
-    }
-}
-
 /// What is in an outbox.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -127,7 +120,7 @@ pub(crate) fn entry_key(namespace: &str, key: &[u8], index: u32) -> Vec<u8> {
     [&[len][..], name, &index.to_le_bytes(), key].concat()
 }
 
-fn parse_entry_key(key: &[u8]) -> Option<(String, u32, Vec<u8>)> {
+pub(super) fn parse_entry_key(key: &[u8]) -> Option<(String, u32, Vec<u8>)> {
     let (len, rest) = key.split_first()?;
     let (name, rest) = rest.split_at_checked(usize::from(*len))?;
     let (index, key) = rest.split_first_chunk()?;
@@ -258,29 +251,6 @@ impl Outbox {
             .changed(self.space.id, DISPATCH_LINE, true);
     }
 
-    /// Returns the place of the entry with this key, as the queue has it now.
-    pub(super) fn place_of_key(&self, key: &[u8]) -> Result<Option<(u64, Queued)>> {
-        let engine = &self.handle.engine;
-        let located = engine.locate(engine.wanted_in(&self.space, key), Entry::of_record)?;
-        let Some(hit) = located.hit.filter(|hit| is_entry(&hit.taken)) else {
-            return Ok(None);
-        };
-        let place = place_of(&hit.taken, hit.older.position);
-        engine.with_queue(&self.space, |queue| {
-            queue.get(place).map(|queued| (place, *queued))
-        })
-    }
-
-    /// Takes the place out of the queue that an entry had before it was replaced.
-    pub(super) fn drop_replaced(&self, key: &[u8], before: Option<(u64, Queued)>) -> Result<()> {
-        let now = self.place_of_key(key)?;
-        if let Some((place, seen)) = before.filter(|b| now.is_none_or(|now| now.0 != b.0)) {
-            let engine = &self.handle.engine;
-            engine.with_queue(&self.space, |queue| queue.remove_same(place, &seen))?;
-        }
-        Ok(())
-    }
-
     /// Takes entries out of the queue that are gone from the log.
     pub(super) fn take_out(engine: &Engine, ended: &[(u16, u64)]) {
         for (space, place) in ended {
@@ -297,6 +267,14 @@ impl Outbox {
         let engine = &self.handle.engine;
         let until_ms = engine.now().trusted_ms.saturating_add(to_ms(pause));
         engine.with_queue(&self.space, |queue| queue.pause(entry.place, until_ms))
+    }
+
+    /// Notes that an entry is worked on which was leased under another place, or not at all.
+    pub(super) fn hold(&self, entry: &OutboxEntry) -> Result<()> {
+        let engine = &self.handle.engine;
+        let now_ms = engine.now().boot_ms;
+        let until_ms = now_ms.saturating_add(to_ms(self.space.options.lease));
+        engine.with_queue(&self.space, |queue| queue.hold(entry.place, until_ms))
     }
 
     fn pick(&self, count: usize) -> Result<Picked> {
@@ -584,7 +562,11 @@ impl Engine {
         Ok(())
     }
 
-    fn with_queue<R>(&self, space: &Space, act: impl FnOnce(&mut Queue) -> R) -> Result<R> {
+    pub(super) fn with_queue<R>(
+        &self,
+        space: &Space,
+        act: impl FnOnce(&mut Queue) -> R,
+    ) -> Result<R> {
         let mut core = self.core();
         self.check_writable(&core)?;
         core.check_namespace(space)?;
@@ -668,7 +650,12 @@ impl Engine {
     }
 }
 
-fn public_entry(space: &Space, key: &[u8], entry: Entry, place: u64) -> Result<OutboxEntry> {
+pub(super) fn public_entry(
+    space: &Space,
+    key: &[u8],
+    entry: Entry,
+    place: u64,
+) -> Result<OutboxEntry> {
     let Some((namespace, index, key)) = parse_entry_key(key) else {
         return Err(Error::new(
             ErrorKind::Damaged,

@@ -508,11 +508,12 @@ impl Engine {
                 continue;
             }
             in_active += usize::from(position.segment() == core.writer.segment.id);
-            // Written by another opener; whoever ends it may need room for an outcome.
+            // Written by another opener; whoever ends it may need room for an outcome. How much a
+            // queued job needs is known when its intake is opened.
             let owes = core
                 .namespaces
                 .get(&namespace)
-                .is_some_and(|n| n.kind.has_claims());
+                .is_some_and(|n| n.kind.has_claims() || super::intake::is_queue_name(&n.name));
             let owed_bytes = if owes {
                 to_u32(OUTCOME_BYTES_DEFAULT).min(self.options.segment_bytes / 8)
             } else {

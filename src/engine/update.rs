@@ -305,6 +305,7 @@ impl Engine {
             attempts_max: space.options.attempts_max,
             settle_ms: space.options.settle.map(crate::engine::namespace::to_ms),
             deadline_boot_ms: unsettled.and_then(|entry| entry.deadline_boot_ms),
+            position: hit.map(|hit| hit.older.position),
         }
     }
 
@@ -382,8 +383,25 @@ impl Engine {
     /// renewal, and one end with the largest outcome or error. A start that finds no room is
     /// refused before the effect, which is harmless.
     pub(crate) fn owed_bytes(&self, space: &Space, key: &[u8]) -> usize {
-        let state = HEADER_BYTES + STATE_BYTES + 2 + key.len() + 4 * PART_HEADER_BYTES + 16;
         let texts = self.evidence_bytes_max();
-        2 * state + space.options.outcome_bytes_max.max(texts) + space.options.attached_bytes_max
+        2 * state_bytes(key.len())
+            + space.options.outcome_bytes_max.max(texts)
+            + space.options.attached_bytes_max
     }
+
+    /// Returns the log space that a job may need which was accepted: a claim, what its owner may
+    /// need after it, and the end of the job's entry together with that of the claim.
+    pub(crate) fn owed_by_job(&self, jobs: &Space, key: &[u8], entry_key: &[u8]) -> usize {
+        state_bytes(key.len()) + self.owed_bytes(jobs, key) + end_bytes(entry_key.len())
+    }
+}
+
+/// Returns the bytes of a record that is a state without texts, at most.
+fn state_bytes(key_bytes: usize) -> usize {
+    HEADER_BYTES + STATE_BYTES + 2 + key_bytes + 4 * PART_HEADER_BYTES + 16
+}
+
+/// Returns the bytes that the end of an entry adds to a frame, at most.
+pub(crate) fn end_bytes(entry_key_bytes: usize) -> usize {
+    HEADER_BYTES + state_bytes(entry_key_bytes)
 }

@@ -16,6 +16,7 @@ use crate::format::record::{
 };
 use crate::key::{Fingerprint, NamespaceKind};
 use crate::options::Retention;
+use crate::position::Position;
 use crate::stamp::Stamp;
 use crate::verdict::{Done, Doubt, Failure, KeyState, Outcome, Owner, Previous, Resolution};
 
@@ -42,6 +43,8 @@ pub(crate) struct QueuedEntry {
     pub(crate) ordering: Vec<u8>,
     /// Where the entry was first appended; 0 if this record is the first.
     pub(crate) origin: u64,
+    /// Log space to be kept free for what is written when it is worked on; not in the record.
+    pub(crate) owed_bytes: u32,
 }
 
 impl Entry {
@@ -74,6 +77,7 @@ impl Entry {
                 Box::new(QueuedEntry {
                     ordering: own(record.parts.ordering),
                     origin: record.parts.origin.unwrap_or(0),
+                    owed_bytes: 0,
                 })
             }),
         }
@@ -203,6 +207,8 @@ pub(crate) struct Env {
     pub(crate) settle_ms: Option<u64>,
     /// End of the current claim's lease on the boot clock, if this opener granted it.
     pub(crate) deadline_boot_ms: Option<u64>,
+    /// Where the key's newest record is, if it has one.
+    pub(crate) position: Option<Position>,
 }
 
 impl Env {

@@ -54,6 +54,8 @@ pub(crate) struct Queue {
     /// Heads that wait, by the time at which they need not any more.
     pausing: BTreeSet<(u64, u64)>,
     leased: BTreeSet<(u64, u64)>,
+    /// Log space is kept free for entries of other openers, too.
+    pub(crate) is_reserved: bool,
 }
 
 /// What a look at the queue comes to.
@@ -135,6 +137,20 @@ impl Queue {
     pub(crate) fn moved(&mut self, place: u64, position: Position, failures: usize) {
         if let Some(entry) = self.entries.get_mut(&place) {
             (entry.position, entry.failures) = (position, failures);
+        }
+    }
+
+    /// Lets nobody at an entry that is worked on already.
+    pub(crate) fn hold(&mut self, place: u64, until_ms: u64) {
+        if let Some(entry) = self.get(place).copied() {
+            let leased_until_ms = until_ms.max(1).max(entry.leased_until_ms);
+            self.put(
+                place,
+                Queued {
+                    leased_until_ms,
+                    ..entry
+                },
+            );
         }
     }
 
