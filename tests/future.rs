@@ -575,6 +575,39 @@ fn tasks_and_threads_wait_in_one_line() {
     thread.join().unwrap();
 }
 
+/// Story: a future that was polled once and then left stood in the line for ever, and nobody behind
+/// it got the key.
+#[test]
+fn a_future_that_is_left_holds_up_nobody_beyond_its_deadline() {
+    for free_before in [true, false] {
+        let log = Options::new().open_in_memory().unwrap();
+        let jobs: Namespace<Repeatable> = jobs(&log);
+        let owner = new(jobs.claim("k").unwrap());
+        let short = Duration::from_millis(200);
+        let mut left = pin!(jobs.claim_wait_async("k", short));
+        assert!(poll(left.as_mut()).is_pending());
+        let began = Instant::now();
+        let behind = {
+            let jobs = jobs.clone();
+            std::thread::spawn(move || jobs.claim_wait("k", LONG / 6).unwrap())
+        };
+        until("two wait", || log.stats().waiters_count == 2);
+        if !free_before {
+            until("the deadline is over", || began.elapsed() > short);
+        }
+        drop(owner);
+        let claim = new(behind.join().unwrap());
+        assert!(began.elapsed() < LONG / 6);
+        // Who comes back to it is told what is so now.
+        let late = poll(left.as_mut());
+        assert!(
+            matches!(late, Poll::Ready(Ok(ClaimVerdict::Busy { .. }))),
+            "{late:?}"
+        );
+        drop(claim);
+    }
+}
+
 #[test]
 fn a_task_is_woken_at_its_deadline_and_when_a_lease_lapses() {
     let world = World::new(true);

@@ -570,3 +570,110 @@ fn at_the_bound_on_the_log_jobs_are_worked_off_within_it() {
         );
     }
 }
+
+/// Waits for the outcome of a key while somebody does something about it.
+fn outcome_of<C: EffectClass>(
+    log: &DedupLog,
+    intake: &Intake<C>,
+    key: &str,
+    act: impl FnOnce(),
+) -> JobStatus {
+    let limit = Duration::from_secs(20);
+    let began = std::time::Instant::now();
+    let waiting = {
+        let (intake, key) = (intake.clone(), key.to_owned());
+        std::thread::spawn(move || intake.wait_outcome(key, limit).unwrap())
+    };
+    while log.stats().waiters_count == 0 {
+        std::thread::yield_now();
+    }
+    act();
+    let status = waiting.join().unwrap();
+    assert!(began.elapsed() < limit, "{key} was not told");
+    status
+}
+
+/// Story: who waited for an outcome heard only of what went through the intake, and slept until the
+/// deadline where a job ended by its parts, was forgotten, or lost its lease.
+#[test]
+fn who_waits_for_an_outcome_hears_of_every_end() {
+    let log = Options::new().open_in_memory().unwrap();
+    let intake: Intake<Repeatable> = log.intake("jobs", options()).unwrap();
+    let by_parts = |key: &str| {
+        assert_eq!(intake.submit(key, "").unwrap(), Submitted::Queued);
+        intake.take(1).unwrap().remove(0).into_parts().unwrap()
+    };
+    let (mut claim, _entry) = by_parts("committed");
+    let status = outcome_of(&log, &intake, "committed", || {
+        let verdict = claim.commit(b"out").unwrap();
+        assert_eq!(verdict.ack_advice(), AckAdvice::Ack);
+    });
+    assert!(matches!(status, JobStatus::Begun(KeyState::Done(_))));
+
+    let (claim, _entry) = by_parts("failed");
+    let status = outcome_of(&log, &intake, "failed", || {
+        let change = claim.fail(Failure::permanent("no")).unwrap();
+        assert!(change.is_applied());
+    });
+    assert!(matches!(
+        status,
+        JobStatus::Begun(KeyState::Rejected { .. })
+    ));
+
+    let claim = intake.jobs().claim("forgotten").unwrap().claim().unwrap();
+    let status = outcome_of(&log, &intake, "forgotten", || {
+        let change = intake.jobs().forget("forgotten", true).unwrap();
+        assert!(change.is_applied());
+    });
+    assert_eq!(status, JobStatus::Unknown);
+    drop(claim);
+
+    assert_eq!(
+        intake.submit("acknowledged", "").unwrap(),
+        Submitted::Queued
+    );
+    let status = outcome_of(&log, &intake, "acknowledged", || {
+        let entry = intake.queue().lease(1).unwrap().remove(0);
+        assert!(intake.queue().ack(&entry).unwrap());
+    });
+    assert_eq!(status, JobStatus::Unknown);
+    assert_eq!(log.stats().waiters_count, 0);
+}
+
+#[test]
+fn who_waits_for_an_outcome_is_told_of_a_doubt_that_only_time_brings() {
+    let log = Options::new().open_in_memory().unwrap();
+    let jobs = NamespaceOptions::new().lease(Duration::from_millis(100));
+    let short = IntakeOptions::new().jobs(jobs);
+    let intake: Intake<NonRepeatable> = log.intake("jobs", short).unwrap();
+    assert_eq!(intake.submit("a", "").unwrap(), Submitted::Queued);
+    let mut held = None;
+    // It waits already when the lease begins.
+    let status = outcome_of(&log, &intake, "a", || {
+        let (claim, _entry) = intake.take(1).unwrap().remove(0).into_parts().unwrap();
+        held = Some(claim.start(b"").unwrap());
+    });
+    assert!(
+        matches!(status, JobStatus::Begun(KeyState::InDoubt(_))),
+        "{status:?}"
+    );
+    drop(held);
+}
+
+#[test]
+fn replacements_at_the_same_moment_take_one_place() {
+    let log = Options::new().open_in_memory().unwrap();
+    let intake: Intake<Repeatable> = log.intake("jobs", options().keep(Keep::Last)).unwrap();
+    for round in 0..200 {
+        let key = format!("{round}");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let submitted = intake.submit(&key, "x").unwrap();
+                    assert!(matches!(submitted, Submitted::Queued | Submitted::Replaced));
+                });
+            }
+        });
+        assert_eq!(intake.stats().unwrap().queued_count, round + 1);
+    }
+}

@@ -485,7 +485,9 @@ impl<C: EffectClass> Intake<C> {
         loop {
             match self.look(key.as_ref(), &place, until_ms)? {
                 ControlFlow::Break(status) => return Ok(status),
-                ControlFlow::Continue(listening) => self.engine().sleep(listening, until_ms),
+                ControlFlow::Continue((listening, until_ms)) => {
+                    self.engine().sleep(listening, until_ms);
+                }
             }
         }
     }
@@ -503,7 +505,7 @@ impl<C: EffectClass> Intake<C> {
         loop {
             match self.look(key.as_ref(), &place, until_ms)? {
                 ControlFlow::Break(status) => return Ok(status),
-                ControlFlow::Continue(listening) => {
+                ControlFlow::Continue((listening, until_ms)) => {
                     let slept = self.engine().sleep_async(&place, listening, until_ms);
                     slept.await?;
                 }
@@ -519,24 +521,33 @@ impl<C: EffectClass> Intake<C> {
         let engine = self.engine();
         let until_ms = engine.now().boot_ms.saturating_add(to_ms(deadline));
         let own_key = entry_key(self.jobs.name(), key, 0);
-        (engine.waits.join(self.queue.space.id, &own_key), until_ms)
+        let keys = [(self.jobs.space.id, key), (self.queue.space.id, &*own_key)];
+        (engine.waits.watch(&keys), until_ms)
     }
 
-    /// Looks at a key; registered before, so that no change behind the look is missed.
+    /// Looks at a key, and says until when to sleep. Registered before: no change behind the look
+    /// is missed.
     fn look(
         &self,
         key: &[u8],
         place: &Place<'_>,
         until_ms: u64,
-    ) -> Result<ControlFlow<JobStatus, Listening>> {
+    ) -> Result<ControlFlow<JobStatus, (Listening, u64)>> {
         let listening = place.listen();
         let status = self.status(key)?;
-        let is_over = status.is_end() || self.engine().now().boot_ms >= until_ms;
-        Ok(if is_over {
-            ControlFlow::Break(status)
-        } else {
-            ControlFlow::Continue(listening)
-        })
+        let now_ms = self.engine().now().boot_ms;
+        if status.is_end() || now_ms >= until_ms {
+            return Ok(ControlFlow::Break(status));
+        }
+        // A lease that lapses may leave a doubt, and no call says so.
+        let lapse_ms = match status {
+            JobStatus::Begun(KeyState::Pending { lease_left, .. }) if !lease_left.is_zero() => {
+                now_ms.saturating_add(to_ms(lease_left))
+            }
+            _ => u64::MAX,
+        };
+        let until_ms = until_ms.min(lapse_ms);
+        Ok(ControlFlow::Continue((listening, until_ms)))
     }
 
     /// Returns how much waits, and how long.

@@ -154,7 +154,6 @@ impl<C: EffectClass> Drop for GiveBack<'_, C> {
             // A store that refuses this ends the lease with itself.
             let given = self.0.queue.give_back(std::slice::from_ref(entry));
             given.unwrap_or_default();
-            self.0.tell_of_end(entry);
         }
     }
 }
@@ -203,7 +202,6 @@ impl<C: EffectClass> Intake<C> {
             }
             ClaimVerdict::InDoubt(_) | ClaimVerdict::Mismatch => {
                 self.queue.pause(&payload, BLOCKED_PAUSE)?;
-                self.tell_of_end(&payload);
                 return Ok(None);
             }
         };
@@ -334,16 +332,8 @@ impl<C: EffectClass> Intake<C> {
                 self.queue.give_back(std::slice::from_ref(entry))?;
             }
         }
-        self.tell_of_end(entry);
         self.queue.ring();
         Ok(())
-    }
-
-    /// Wakes who waits for the outcome of a job.
-    fn tell_of_end(&self, entry: &OutboxEntry) {
-        let own_key = entry_key(self.jobs.name(), &entry.key, 0);
-        let waits = &self.queue.handle.engine.waits;
-        waits.changed(self.queue.space.id, &own_key, true);
     }
 }
 

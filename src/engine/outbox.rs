@@ -237,7 +237,8 @@ impl Outbox {
         let engine = &self.handle.engine;
         Waiting {
             engine,
-            place: engine.waits.join(self.space.id, DISPATCH_LINE),
+            // All of them are rung for everything: nobody has a turn.
+            place: engine.waits.watch(&[(self.space.id, DISPATCH_LINE)]),
             deadline_ms: engine.now().boot_ms.saturating_add(to_ms(deadline)),
             found: Vec::new(),
         }

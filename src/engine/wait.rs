@@ -29,7 +29,8 @@ pub(super) struct Waiting<'a, C> {
     /// The end of the wait, on the boot clock.
     deadline_ms: u64,
     place: Option<Place<'a>>,
-    was_first: bool,
+    /// Whose turn it was at the last look: see [`Place::behind_until`].
+    behind_until_ms: Option<u64>,
 }
 
 /// What came of one look at the key.
@@ -63,7 +64,7 @@ impl<'a, C: EffectClass> Waiting<'a, C> {
             request: namespace.request(options),
             deadline_ms: now_ms.saturating_add(to_ms(deadline)),
             place: None,
-            was_first: false,
+            behind_until_ms: None,
         })
     }
 
@@ -73,7 +74,7 @@ impl<'a, C: EffectClass> Waiting<'a, C> {
 
     fn join(&mut self) {
         let waits = &self.engine().waits;
-        self.place = Some(waits.join(self.namespace.space.id, self.key));
+        self.place = Some(waits.join(self.namespace.space.id, self.key, self.deadline_ms));
     }
 
     /// Looks at the key. Registered first, so that no change behind the look is missed.
@@ -83,10 +84,12 @@ impl<'a, C: EffectClass> Waiting<'a, C> {
             self.join();
         }
         let listening = self.place.as_ref().map(Place::listen);
-        self.was_first = self.place.as_ref().is_none_or(Place::is_first);
-        let (decided, basis) =
-            self.namespace
-                .claim_undurable(self.key, &self.request, self.was_first)?;
+        let now_ms = self.engine().now().boot_ms;
+        self.behind_until_ms = self.place.as_ref().and_then(|p| p.behind_until(now_ms));
+        let is_first = self.behind_until_ms.is_none();
+        let (decided, basis) = self
+            .namespace
+            .claim_undurable(self.key, &self.request, is_first)?;
         Ok(Look {
             listening,
             decided,
@@ -119,13 +122,12 @@ impl<'a, C: EffectClass> Waiting<'a, C> {
             self.join();
             return Ok(Next::LookAgain);
         };
-        // Who is not the first is rung when it becomes that.
-        let until_ms = if self.was_first {
-            self.deadline_ms.min(now_ms.saturating_add(wait_ms.max(1)))
-        } else {
-            self.deadline_ms
+        // Who is not the first is rung when it becomes that, unless those before it are left.
+        let until_ms = match self.behind_until_ms {
+            None => now_ms.saturating_add(wait_ms.max(1)),
+            Some(until_ms) => until_ms,
         };
-        Ok(Next::Sleep(listening, until_ms))
+        Ok(Next::Sleep(listening, until_ms.min(self.deadline_ms)))
     }
 
     fn end(&self, decided: Decided<Answer>) -> Result<Next<C>> {

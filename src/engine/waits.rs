@@ -5,9 +5,13 @@
 //!    line afterwards. Both look at the key under the append lock: so either the waiter sees the
 //!    change, or the changer sees the waiter.
 //! B. The first of a line is rung for every change of its key; the others for those that end the
-//!    wait of all, and when they become the first.
+//!    wait of all, and when they become the first. Who only watches a key stands in nobody's way,
+//!    and is rung for every change: also a claim matters to it, whose lease may lapse.
 //! C. No bell is rung while a lock of the store is held: a ring may run a task's waker. What is
 //!    found out under a lock is owed, and paid by whoever holds none.
+//! D. A place is held until its waiter's deadline, not longer: a future that nobody polls any more
+//!    must not keep the key from others. Everybody sleeps no longer than the next one before it
+//!    may, and passes it then.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::PoisonError;
@@ -29,12 +33,90 @@ pub(crate) struct Waits {
 #[derive(Debug, Default)]
 struct Lines {
     /// By namespace and key; never empty.
-    lines: BTreeMap<u16, BTreeMap<Vec<u8>, VecDeque<Arc<Bell>>>>,
+    lines: BTreeMap<u16, BTreeMap<Vec<u8>, Line>>,
+}
+
+/// Who stands at one key.
+#[derive(Debug, Default)]
+struct Line {
+    /// Who wants the key, in the order in which they came.
+    waiters: VecDeque<Waiter>,
+    /// Who only wants to know what becomes of it.
+    watchers: Vec<Arc<Bell>>,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    bell: Arc<Bell>,
+    /// When its wait is over, on the boot clock.
+    until_ms: u64,
+    /// That time has come, and somebody behind it goes before it (D).
+    passed: bool,
+}
+
+impl Line {
+    fn is_empty(&self) -> bool {
+        self.waiters.is_empty() && self.watchers.is_empty()
+    }
+
+    /// Returns the bells from this place on, up to that of the first who was not passed.
+    fn turn_from(&self, at: usize) -> Vec<Arc<Bell>> {
+        let rest = || self.waiters.iter().skip(at);
+        let passed_count = rest().take_while(|waiter| waiter.passed).count();
+        let turn = rest().take(passed_count + 1);
+        turn.map(|waiter| Arc::clone(&waiter.bell)).collect()
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Arc<Bell>> {
+        let waiters = self.waiters.iter().map(|waiter| &waiter.bell);
+        waiters.chain(&self.watchers)
+    }
+
+    fn at(&self, bell: &Arc<Bell>) -> Option<usize> {
+        let own = |waiter: &Waiter| Arc::ptr_eq(&waiter.bell, bell);
+        self.waiters.iter().position(own)
+    }
+
+    /// Takes a bell out; returns those to whom that matters.
+    fn leave(&mut self, bell: &Arc<Bell>) -> Vec<Arc<Bell>> {
+        if let Some(at) = self.at(bell) {
+            self.waiters.remove(at);
+            return self.turn_from(at);
+        }
+        self.watchers.retain(|watcher| !Arc::ptr_eq(watcher, bell));
+        Vec::new()
+    }
 }
 
 impl Lines {
-    fn line(&self, namespace: u16, key: &[u8]) -> Option<&VecDeque<Arc<Bell>>> {
+    fn line(&self, namespace: u16, key: &[u8]) -> Option<&Line> {
         self.lines.get(&namespace)?.get(key)
+    }
+
+    fn line_mut(&mut self, namespace: u16, key: &[u8]) -> Option<&mut Line> {
+        self.lines.get_mut(&namespace)?.get_mut(key)
+    }
+
+    fn line_or_new(&mut self, namespace: u16, key: &[u8]) -> &mut Line {
+        let keys = self.lines.entry(namespace).or_default();
+        keys.entry(key.to_vec()).or_default()
+    }
+
+    fn leave(&mut self, namespace: u16, key: &[u8], bell: &Arc<Bell>) -> Vec<Arc<Bell>> {
+        let Some(keys) = self.lines.get_mut(&namespace) else {
+            return Vec::new();
+        };
+        let Some(line) = keys.get_mut(key) else {
+            return Vec::new();
+        };
+        let next = line.leave(bell);
+        if line.is_empty() {
+            keys.remove(key);
+            if keys.is_empty() {
+                self.lines.remove(&namespace);
+            }
+        }
+        next
     }
 }
 
@@ -57,27 +139,43 @@ impl Waits {
 
     /// Says whether anybody waits for this key.
     pub(crate) fn has_line(&self, namespace: u16, key: &[u8]) -> bool {
-        self.any() && self.lines().line(namespace, key).is_some()
+        let is_waited_for = |line: &Line| !line.waiters.is_empty();
+        self.any() && self.lines().line(namespace, key).is_some_and(is_waited_for)
     }
 
-    /// Joins the end of a key's line.
-    pub(crate) fn join(&self, namespace: u16, key: &[u8]) -> Place<'_> {
+    /// Joins the end of a key's line, until a moment on the boot clock.
+    pub(crate) fn join(&self, namespace: u16, key: &[u8], until_ms: u64) -> Place<'_> {
         let bell = Arc::new(Bell::default());
         let mut lines = self.lines();
-        let keys = lines.lines.entry(namespace).or_default();
-        match keys.get_mut(key) {
-            Some(line) => line.push_back(Arc::clone(&bell)),
-            None => {
-                let line = VecDeque::from([Arc::clone(&bell)]);
-                keys.insert(key.to_vec(), line);
-            }
+        let waiter = Waiter {
+            bell: Arc::clone(&bell),
+            until_ms,
+            passed: false,
+        };
+        let line = lines.line_or_new(namespace, key);
+        line.waiters.push_back(waiter);
+        self.count.fetch_add(1, Ordering::Relaxed);
+        drop(lines);
+        Place {
+            waits: self,
+            keys: vec![(namespace, key.to_vec())],
+            bell,
+        }
+    }
+
+    /// Watches keys, and stands in nobody's way (B).
+    pub(crate) fn watch(&self, keys: &[(u16, &[u8])]) -> Place<'_> {
+        let bell = Arc::new(Bell::default());
+        let mut lines = self.lines();
+        for (namespace, key) in keys {
+            let line = lines.line_or_new(*namespace, key);
+            line.watchers.push(Arc::clone(&bell));
         }
         self.count.fetch_add(1, Ordering::Relaxed);
         drop(lines);
         Place {
             waits: self,
-            namespace,
-            key: key.to_vec(),
+            keys: keys.iter().map(|(n, key)| (*n, key.to_vec())).collect(),
             bell,
         }
     }
@@ -91,9 +189,13 @@ impl Waits {
     }
 
     fn ring_line(&self, namespace: u16, key: &[u8], all: bool) {
-        let most = if all { usize::MAX } else { 1 };
         let bells: Vec<Arc<Bell>> = match self.lines().line(namespace, key) {
-            Some(line) => line.iter().take(most).cloned().collect(),
+            Some(line) if all => line.all().cloned().collect(),
+            Some(line) => {
+                let mut bells = line.turn_from(0);
+                bells.extend(line.watchers.iter().cloned());
+                bells
+            }
             None => return,
         };
         bells.iter().for_each(|bell| bell.ring());
@@ -107,7 +209,7 @@ impl Waits {
         let bells: Vec<Arc<Bell>> = {
             let lines = self.lines();
             let all = lines.lines.values().flat_map(BTreeMap::values);
-            all.flatten().cloned().collect()
+            all.flat_map(Line::all).cloned().collect()
         };
         bells.iter().for_each(|bell| bell.ring());
     }
@@ -128,12 +230,12 @@ impl Waits {
     }
 }
 
-/// A place in a line, given up when dropped: whoever is first then is rung.
+/// A place in a line, given up when dropped: whoever comes next then is rung.
 #[derive(Debug)]
 pub(crate) struct Place<'a> {
     waits: &'a Waits,
-    namespace: u16,
-    key: Vec<u8>,
+    /// One, but for those who watch.
+    keys: Vec<(u16, Vec<u8>)>,
     bell: Arc<Bell>,
 }
 
@@ -146,13 +248,20 @@ impl Place<'_> {
         &self.bell
     }
 
-    /// Says whether this is the first of its line, whose turn it is.
-    pub(crate) fn is_first(&self) -> bool {
-        let lines = self.waits.lines();
-        let first = lines
-            .line(self.namespace, &self.key)
-            .and_then(VecDeque::front);
-        first.is_some_and(|first| Arc::ptr_eq(first, &self.bell))
+    /// Says whose turn it is: this one's (`None`), or that of others until this moment on the boot
+    /// clock at most, when this one looks again (D).
+    pub(crate) fn behind_until(&self, now_ms: u64) -> Option<u64> {
+        let mut lines = self.waits.lines();
+        let (namespace, key) = self.keys.first()?;
+        let line = lines.line_mut(*namespace, key)?;
+        let at = line.at(&self.bell)?;
+        for before in line.waiters.iter_mut().take(at).rev() {
+            if before.until_ms > now_ms {
+                return Some(before.until_ms);
+            }
+            before.passed = true;
+        }
+        None
     }
 }
 
@@ -160,27 +269,12 @@ impl Drop for Place<'_> {
     fn drop(&mut self) {
         let mut lines = self.waits.lines();
         self.waits.count.fetch_sub(1, Ordering::Relaxed);
-        let Some(keys) = lines.lines.get_mut(&self.namespace) else {
-            return;
-        };
-        let Some(line) = keys.get_mut(&self.key) else {
-            return;
-        };
-        let at = line.iter().position(|bell| Arc::ptr_eq(bell, &self.bell));
-        if let Some(at) = at {
-            line.remove(at);
-        }
-        let next = (at == Some(0)).then(|| line.front().cloned()).flatten();
-        if line.is_empty() {
-            keys.remove(&self.key);
-            if keys.is_empty() {
-                lines.lines.remove(&self.namespace);
-            }
+        let mut next = Vec::new();
+        for (namespace, key) in &self.keys {
+            next.extend(lines.leave(*namespace, key, &self.bell));
         }
         drop(lines);
-        if let Some(next) = next {
-            next.ring();
-        }
+        next.iter().for_each(|bell| bell.ring());
     }
 }
 
@@ -199,11 +293,17 @@ mod tests {
             .is_ready()
     }
 
+    const NEVER: u64 = u64::MAX;
+
+    fn join<'a>(waits: &'a Waits, until_ms: u64) -> Place<'a> {
+        waits.join(1, b"k", until_ms)
+    }
+
     #[test]
     fn the_first_is_rung_for_a_change_and_all_for_a_final_one() {
         let waits = Waits::default();
-        let (first, second) = (waits.join(1, b"k"), waits.join(1, b"k"));
-        let other = waits.join(2, b"k");
+        let (first, second) = (join(&waits, NEVER), join(&waits, NEVER));
+        let other = waits.join(2, b"k", NEVER);
         let heard = [&first, &second, &other].map(Place::listen);
         waits.changed(1, b"k", false);
         assert_eq!(heard.map(rang), [true, false, false]);
@@ -219,29 +319,77 @@ mod tests {
     #[test]
     fn a_place_that_is_given_up_is_the_next_ones() {
         let waits = Waits::default();
-        let (first, second, third) = (
-            waits.join(1, b"k"),
-            waits.join(1, b"k"),
-            waits.join(1, b"k"),
-        );
-        assert!(first.is_first() && !second.is_first());
+        let [first, second, third] = [NEVER; 3].map(|until| join(&waits, until));
+        assert_eq!(first.behind_until(0), None);
+        assert_eq!(second.behind_until(0), Some(NEVER));
         let heard = [&second, &third].map(Place::listen);
         drop(first);
         assert_eq!(heard.map(rang), [true, false]);
         let heard = second.listen();
         drop(third);
-        assert!(!rang(heard), "only who becomes the first is rung");
-        assert!(second.is_first() && waits.has_line(1, b"k"));
+        assert!(!rang(heard), "only who comes next is rung");
+        assert_eq!(second.behind_until(0), None);
+        assert!(waits.has_line(1, b"k"));
         drop(second);
         assert!(!waits.any() && !waits.has_line(1, b"k"));
         assert!(waits.lines().lines.is_empty());
     }
 
     #[test]
+    fn who_watches_is_rung_for_every_change_and_stands_in_nobodys_way() {
+        let waits = Waits::default();
+        let watcher = waits.watch(&[(1, b"k"), (2, b"own")]);
+        assert!(waits.any() && !waits.has_line(1, b"k"));
+        let first = join(&waits, NEVER);
+        assert_eq!((first.behind_until(0), waits.count()), (None, 2));
+        for (namespace, key, is_final) in
+            [(1, &b"k"[..], false), (1, b"k", true), (2, b"own", false)]
+        {
+            let heard = watcher.listen();
+            waits.changed(namespace, key, is_final);
+            assert!(rang(heard));
+        }
+        let heard = [watcher.listen(), first.listen()];
+        waits.changed(3, b"k", true);
+        assert_eq!(heard.map(rang), [false, false]);
+        let heard = first.listen();
+        drop(watcher);
+        assert!(!rang(heard));
+        drop(first);
+        assert!(!waits.any() && waits.lines().lines.is_empty());
+    }
+
+    #[test]
+    fn who_is_over_its_deadline_is_passed() {
+        let waits = Waits::default();
+        let [left, short, long, last] = [10, 20, 90, 95].map(|until| join(&waits, until));
+        assert_eq!(long.behind_until(9), Some(20));
+        assert_eq!(short.behind_until(9), Some(10));
+        // The second passes the first, and is rung beside it from then on.
+        assert_eq!(short.behind_until(10), None);
+        let heard = [&left, &short, &long].map(Place::listen);
+        waits.changed(1, b"k", false);
+        assert_eq!(heard.map(rang), [true, true, false]);
+        assert_eq!(
+            (long.behind_until(19), long.behind_until(20)),
+            (Some(20), None)
+        );
+        let heard = [&left, &long, &last].map(Place::listen);
+        drop(short);
+        assert_eq!(heard.map(rang), [false, true, false]);
+        // One that leaves from among them has the next one look whom it waits for now.
+        let heard = last.listen();
+        drop(long);
+        assert!(rang(heard));
+        assert_eq!(last.behind_until(20), None);
+        drop(left);
+    }
+
+    #[test]
     fn a_sleep_ends_with_its_time() {
         let waits = Waits::default();
-        let place = waits.join(1, b"k");
+        let place = join(&waits, NEVER);
         place.listen().sleep(Some(Duration::from_millis(1)));
-        assert!(place.is_first());
+        assert_eq!(place.behind_until(0), None);
     }
 }
