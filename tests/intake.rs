@@ -8,8 +8,8 @@ use idemlog::testing::ManualClock;
 use idemlog::testing::sim::{CrashOptions, PowerCut, SimDisk, for_each_crash_point};
 use idemlog::{
     AckAdvice, Commit, DedupLog, EffectClass, ErrorKind, Failure, Intake, IntakeOptions, JobStatus,
-    Keep, KeyState, NamespaceOptions, NonRepeatable, Options, Outcome, Repeatable, Resolution,
-    RunVerdict, Submitted, Taken,
+    Keep, KeyState, NamespaceOptions, NonRepeatable, Options, Outcome, Probeable, Probed,
+    Repeatable, Resolution, RunVerdict, Submitted, Taken,
 };
 
 const START_MS: u64 = 1_700_000_000_000;
@@ -660,6 +660,23 @@ fn who_waits_for_an_outcome_is_told_of_a_doubt_that_only_time_brings() {
     drop(held);
 }
 
+/// Story: a job that was met while another one had it paused for the whole lease of that one, and
+/// went on pausing when it was given back.
+#[test]
+fn a_job_that_is_given_back_is_taken_at_once_whoever_has_met_it_meanwhile() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let intake = open::<Repeatable>(&disk, &clock);
+    assert_eq!(intake.submit("a", "").unwrap(), Submitted::Queued);
+    let (claim, entry) = intake.take(1).unwrap().remove(0).into_parts().unwrap();
+    assert!(claim.renew(HOUR).unwrap().is_applied());
+    clock.advance_ms(1_000_000);
+    // The payload's lease has lapsed, the claim's has not.
+    assert!(intake.take(1).unwrap().is_empty());
+    drop(claim);
+    intake.queue().give_back(&[entry]).unwrap();
+    assert_eq!(run_all(&intake), [pair("a", "")]);
+}
+
 #[test]
 fn replacements_at_the_same_moment_take_one_place() {
     let log = Options::new().open_in_memory().unwrap();
@@ -676,4 +693,102 @@ fn replacements_at_the_same_moment_take_one_place() {
         });
         assert_eq!(intake.stats().unwrap().queued_count, round + 1);
     }
+}
+
+/// Stopped at each step: a job that has its end has no payload any more, however it ended; it would
+/// be done again once its key is forgotten.
+#[test]
+fn no_crash_leaves_a_payload_of_a_job_that_failed_or_was_resolved() {
+    let fails = NamespaceOptions::new().outcome_bytes_max(300);
+    let fails = fails.attempts_max(1).retention(HOUR);
+    let scenario = |disk: &SimDisk| -> idemlog::Result<()> {
+        let options = Options::new().segment_bytes(8192).background(false);
+        let log = options.clock(clock() as _).open_on(disk.dir())?;
+        let jobs = IntakeOptions::new().jobs(fails.clone());
+        let intake = log.intake::<NonRepeatable>("jobs", jobs)?;
+        for key in ["permanent", "used up", "abandoned", "applied"] {
+            let _queued = intake.submit(key, key)?;
+        }
+        for taken in intake.take(9)? {
+            let _failed = taken.run(|job| {
+                Err(match job.key() {
+                    b"permanent" => Failure::permanent("no"),
+                    b"used up" => Failure::retryable(Duration::ZERO, "later"),
+                    _ => Failure::unknown("?"),
+                })
+            })?;
+        }
+        for (key, resolution) in [
+            ("abandoned", Resolution::Abandon),
+            ("applied", Resolution::Applied(b"out".to_vec())),
+        ] {
+            let JobStatus::Begun(KeyState::InDoubt(doubt)) = intake.status(key)? else {
+                panic!("{key} is in doubt");
+            };
+            assert!(intake.resolve(key, doubt.epoch, resolution)?.is_applied());
+        }
+        assert_eq!(intake.stats()?.queued_count, 0);
+        Ok(())
+    };
+    let ends = std::cell::Cell::new(0);
+    let run = |disk: &SimDisk| drop(scenario(disk));
+    let totals = for_each_crash_point(&CrashOptions::default(), run, |state| {
+        let log = store(&state.disk, &clock());
+        let jobs = IntakeOptions::new().jobs(fails.clone());
+        let intake: Intake<NonRepeatable> = log.intake("jobs", jobs).unwrap();
+        let mut open = 0;
+        for key in ["permanent", "used up", "abandoned", "applied"] {
+            match intake.status(key).unwrap() {
+                JobStatus::Unknown => {}
+                JobStatus::Begun(
+                    KeyState::Done(_) | KeyState::Rejected { .. } | KeyState::Dead { .. },
+                ) => ends.set(ends.get() + 1),
+                _ => open += 1,
+            }
+        }
+        assert_eq!(intake.stats().unwrap().queued_count, open, "{state}");
+    });
+    assert!(totals.checked > 100 && ends.get() > 100, "{}", ends.get());
+}
+
+/// The same for what a probe finds out, and for attempts that a take finds used up.
+#[test]
+fn no_crash_leaves_a_payload_of_a_job_that_a_probe_has_ended() {
+    let open = |disk: &SimDisk| -> idemlog::Result<Intake<Probeable>> {
+        let log = Options::new().segment_bytes(8192).background(false);
+        let log = log.clock(clock() as _).open_on(disk.dir())?;
+        let jobs = NamespaceOptions::new().outcome_bytes_max(300);
+        let jobs = IntakeOptions::new().jobs(jobs.settle(Duration::ZERO));
+        let intake = log.intake("jobs", jobs)?;
+        Ok(intake.with_probe(|_| Probed::Applied(b"out".to_vec())))
+    };
+    let begun = SimDisk::new();
+    {
+        let intake = open(&begun).unwrap();
+        assert_eq!(intake.submit("a", "a").unwrap(), Submitted::Queued);
+        let (claim, _entry) = intake.take(1).unwrap().remove(0).into_parts().unwrap();
+        drop(claim.start(b"").unwrap().detach());
+    }
+    let crash = CrashOptions {
+        base: begun,
+        ..CrashOptions::default()
+    };
+    let probed = |disk: &SimDisk| {
+        let Ok(intake) = open(disk) else { return };
+        let taken = intake.take(1);
+        assert!(taken.map_or(true, |taken| taken.is_empty()));
+    };
+    let done = std::cell::Cell::new(0);
+    let totals = for_each_crash_point(&crash, probed, |state| {
+        let intake = open(&state.disk).unwrap();
+        let is_done = matches!(
+            intake.status("a").unwrap(),
+            JobStatus::Begun(KeyState::Done(_))
+        );
+        done.set(done.get() + u32::from(is_done));
+        let queued = intake.stats().unwrap().queued_count;
+        assert_eq!(queued, u64::from(!is_done), "{state}");
+        assert!(intake.take(1).unwrap().is_empty(), "{state}");
+    });
+    assert!(totals.checked > 10 && done.get() > 0, "{}", done.get());
 }

@@ -90,7 +90,7 @@ impl Commit {
     }
 
     /// Returns the bytes of what ends with a commit: that makes room, and waits for none.
-    fn ends_bytes(&self) -> usize {
+    pub(super) fn ends_bytes(&self) -> usize {
         let ends = self.attached.iter().filter_map(|a| match a.what {
             Attached::End { .. } => Some(end_bytes(a.key.len())),
             _ => None,

@@ -152,7 +152,8 @@ impl<'a> CommitAll<'a> {
         let engine = first.held.engine();
         let level = self.parts.iter().map(|p| p.held.level(&p.commit)).max();
         let level = level.unwrap_or(engine.options.durability);
-        let owed = |p: &Part<'_>| engine.owed_bytes(p.held.space(), p.held.key());
+        let owed =
+            |p: &Part<'_>| engine.owed_bytes(p.held.space(), p.held.key()) + p.commit.ends_bytes();
         let levels = GroupLevels {
             level,
             reserved_bytes: self.parts.iter().map(owed).sum(),

@@ -420,6 +420,7 @@ pub(crate) fn queued_of(entry: &Entry, position: Position, failures: usize) -> Q
         at_ms: entry.state.at_ms,
         ordering: None,
         not_before_ms: entry.state.until_ms,
+        paused_until_ms: 0,
         leased_until_ms: 0,
         parked: entry.kind == Kind::Parked,
     }

@@ -6,17 +6,19 @@ use super::claim::{Claim, ClaimVerdict, Commit, Started};
 use super::class::EffectClass;
 use super::group::{GroupLevels, Grouped, MemberStep, place_of};
 use super::intake::Intake;
-use super::namespace::{Answer, ClaimOptions};
+use super::keep::Kept;
+use super::namespace::{Answer, ClaimOptions, change_step};
 use super::outbox::{OutboxEntry, entry_key, parse_entry_key, public_entry};
 use super::run_once::RunVerdict;
 use super::update::{Decided, Step};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::Kind;
 use crate::format::{to_u32, to_usize};
-use crate::model::claim::Entry;
+use crate::model::claim as model;
+use crate::model::claim::{ChangeDecision, Entry, Env};
 use crate::position::Position;
 use crate::stamp::Stamp;
-use crate::verdict::{Change, CommitVerdict, Failure, KeyState, Probed};
+use crate::verdict::{Change, CommitVerdict, Failure, KeyState, Probed, Resolution};
 
 /// How long a job waits that nobody may begin, before it is looked at again.
 const BLOCKED_PAUSE: Duration = Duration::from_secs(60);
@@ -97,10 +99,8 @@ impl<C: EffectClass> Taken<C> {
         let started = self.intake.jobs.begin(claim)?;
         let verdict = match effect(&job) {
             Ok(outcome) => self.commit(started, &job.entry, outcome)?,
-            Err(failure) => match started.fail(failure)? {
-                Change::Applied(state) | Change::Fenced { current: state } => {
-                    RunVerdict::Failed { state }
-                }
+            Err(failure) => RunVerdict::Failed {
+                state: self.intake.fail(started, failure)?,
             },
         };
         let state = match &verdict {
@@ -109,6 +109,10 @@ impl<C: EffectClass> Taken<C> {
                 commit: CommitVerdict::Fenced { current, .. },
                 ..
             } => current.clone(),
+            RunVerdict::Ran {
+                commit: CommitVerdict::Conflict { current, .. },
+                ..
+            } => KeyState::Done(current.clone()),
             _ => {
                 rest.keep();
                 return Ok(verdict);
@@ -193,15 +197,15 @@ impl<C: EffectClass> Intake<C> {
             | ClaimVerdict::Rejected { .. }
             | ClaimVerdict::Dead { .. } => return Ok(None),
             ClaimVerdict::Busy { lease_left, .. } => {
-                self.queue.pause(&payload, lease_left)?;
+                self.pause(&payload, lease_left)?;
                 return Ok(None);
             }
             ClaimVerdict::Backoff { after, .. } => {
-                self.queue.pause(&payload, after)?;
+                self.pause(&payload, after)?;
                 return Ok(None);
             }
             ClaimVerdict::InDoubt(_) | ClaimVerdict::Mismatch => {
-                self.queue.pause(&payload, BLOCKED_PAUSE)?;
+                self.pause(&payload, BLOCKED_PAUSE)?;
                 return Ok(None);
             }
         };
@@ -283,6 +287,17 @@ impl<C: EffectClass> Intake<C> {
         Ok(Some((Decided { answer, written }, payload)))
     }
 
+    /// Holds a payload back whose job nobody may begin now.
+    fn pause(&self, payload: &OutboxEntry, pause: Duration) -> Result<()> {
+        self.queue.pause(payload, pause)?;
+        // Whoever has changed the job since then has ended a pause that was not there yet.
+        match self.jobs.get(&payload.key)? {
+            KeyState::Pending { .. } | KeyState::InDoubt(_) => Ok(()),
+            KeyState::Failed { retry_after, .. } => self.queue.pause(payload, retry_after),
+            _ => self.queue.give_back(std::slice::from_ref(payload)),
+        }
+    }
+
     /// What ends a job needs no room: that was kept free when the job was accepted.
     fn reserved_bytes(&self) -> usize {
         to_usize(self.engine().options.segment_bytes)
@@ -293,14 +308,14 @@ impl<C: EffectClass> Intake<C> {
         let (engine, queue) = (self.engine(), &self.queue.space);
         // Nothing is carried over meanwhile.
         let _one_at_a_time = engine.maintenance();
-        let is_first = engine.with_queue(queue, |queue| {
-            !std::mem::replace(&mut queue.is_reserved, true)
-        })?;
-        if !is_first {
-            return Ok(());
-        }
         let positions: Vec<Position> = {
-            let core = engine.core();
+            let mut core = engine.core();
+            let Some(entries) = core.outboxes.get_mut(&queue.id) else {
+                return Ok(());
+            };
+            if std::mem::replace(&mut entries.is_reserved, true) {
+                return Ok(());
+            }
             let own = core
                 .unsettled
                 .iter()
@@ -317,6 +332,104 @@ impl<C: EffectClass> Intake<C> {
             }
         }
         Ok(())
+    }
+
+    /// Ends the doubt about a job: somebody found out what became of this epoch. A job that has its
+    /// end then ends together with its payload; one that was not applied is taken again at once.
+    ///
+    /// # Errors
+    /// As [`Namespace::resolve`](crate::Namespace::resolve).
+    pub fn resolve(
+        &self,
+        key: impl AsRef<[u8]>,
+        epoch: Stamp,
+        resolution: Resolution,
+    ) -> Result<Change> {
+        let key = key.as_ref();
+        self.jobs.check_resolution(key, &resolution)?;
+        let change = self.change(key, |entry, env| {
+            model::resolve(entry, env, epoch, &resolution)
+        })?;
+        Ok(self.jobs.told(key, change))
+    }
+
+    /// Ends an attempt other than by a commit.
+    fn fail(&self, mut started: Started<C>, failure: Failure) -> Result<KeyState> {
+        if failure == Failure::Release {
+            // That is no end, and may wait for less.
+            let (Change::Applied(state) | Change::Fenced { current: state }) =
+                started.fail(failure)?;
+            return Ok(state);
+        }
+        let held = &mut started.0;
+        let change = {
+            let _still = held.kept.as_ref().map(Kept::pause);
+            let epoch = held.epoch;
+            let change = self.change(&held.key, |entry, env| {
+                model::fail(entry, env, epoch, &failure)
+            })?;
+            held.ended = true;
+            held.kept.iter().for_each(Kept::end);
+            change
+        };
+        match self.jobs.told(&held.key, change) {
+            Change::Applied(state) | Change::Fenced { current: state } => Ok(state),
+        }
+    }
+
+    /// Changes a job. If it has its end then, its payload, which nobody can have replaced, ends in
+    /// the same frame: a crash leaves both or neither.
+    fn change(
+        &self,
+        key: &[u8],
+        mut decide: impl FnMut(Option<&Entry>, &Env) -> ChangeDecision,
+    ) -> Result<Change> {
+        let own_key = entry_key(self.jobs.name(), key, 0);
+        let levels = GroupLevels {
+            level: self.jobs.level(None),
+            reserved_bytes: self.reserved_bytes(),
+        };
+        let mut place = None;
+        let mut change = None;
+        let members = self.members(key, &own_key);
+        let grouped: Grouped<()> =
+            self.engine()
+                .update_group(&members, levels, |index, entry, env| {
+                    if index == 0 {
+                        let step = change_step(decide(entry, env), entry, env, None);
+                        return Ok(match step {
+                            Step::Answer(answer) => {
+                                change = Some(answer);
+                                MemberStep::Nothing
+                            }
+                            Step::Write(write, answer) => {
+                                change = Some(answer);
+                                MemberStep::Write {
+                                    entry: write.entry,
+                                    stamped: false,
+                                }
+                            }
+                        });
+                    }
+                    let queued = entry.filter(|entry| entry.kind.is_queued());
+                    place = queued.map(|e| place_of(e, env.position.unwrap_or(Position::START)));
+                    let ends = change
+                        .as_ref()
+                        .is_some_and(|change| is_end(state_of(change)));
+                    Ok(end_member(ends && queued.is_some()))
+                })?;
+        if let Grouped::Written(written) = &grouped {
+            self.take_out(written);
+        }
+        let change = change.unwrap_or(Change::Fenced {
+            current: KeyState::Absent,
+        });
+        // One that nobody could begin may be due now.
+        let is_due = matches!(&change, Change::Applied(state) if is_due(state));
+        if let Some(place) = place.filter(|_| is_due) {
+            self.queue.release(std::iter::once(place))?;
+        }
+        Ok(change)
     }
 
     /// Does with a payload what the end of its job asks for.
@@ -369,10 +482,54 @@ fn end_member(ends: bool) -> MemberStep<()> {
     }
 }
 
+fn state_of(change: &Change) -> &KeyState {
+    match change {
+        Change::Applied(state) | Change::Fenced { current: state } => state,
+    }
+}
+
+/// Says whether a job in this state may be begun now.
+fn is_due(state: &KeyState) -> bool {
+    match state {
+        KeyState::Failed { retry_after, .. } => retry_after.is_zero(),
+        state => *state == KeyState::Absent,
+    }
+}
+
 /// Says whether a job in this state is never begun again.
 fn is_end(state: &KeyState) -> bool {
     matches!(
         state,
         KeyState::Done(_) | KeyState::Rejected { .. } | KeyState::Dead { .. }
     )
+}
+
+#[cfg(all(test, not(idemlog_shuttle)))]
+mod tests {
+    use super::*;
+    use crate::{IntakeOptions, Keep, Options, Repeatable, Submitted};
+
+    /// Story: a payload that was replaced between the lease and the claim was worked on under the
+    /// place of the one before: what was said of it changed nothing, or another entry.
+    #[test]
+    fn a_payload_that_is_replaced_before_its_claim_has_the_new_place() {
+        let log = Options::new().open_in_memory().unwrap();
+        let options = IntakeOptions::new().keep(Keep::Last);
+        let intake: Intake<Repeatable> = log.intake("jobs", options).unwrap();
+        let submit = |payload| intake.submit("a", payload).unwrap();
+        assert_eq!(submit("old"), Submitted::Queued);
+        let leased = intake.queue.lease(1).unwrap().remove(0);
+        assert_eq!(submit("new"), Submitted::Replaced);
+        let taken = intake.claim(&leased).unwrap().unwrap();
+        assert_eq!(taken.payload(), b"new");
+        // Nobody else meets it.
+        assert!(intake.queue.lease(9).unwrap().is_empty());
+        let (claim, entry) = taken.into_parts().unwrap();
+        assert!(entry.place > leased.place);
+        assert!(intake.queue.nack(&entry, Duration::ZERO, b"no").unwrap());
+        assert_eq!(intake.stats().unwrap().queued_count, 1);
+        drop(claim);
+        let job = intake.take(1).unwrap().remove(0);
+        assert_eq!(job.payload(), b"new");
+    }
 }

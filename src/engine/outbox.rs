@@ -289,7 +289,8 @@ impl Outbox {
         engine.with_queue(&self.space, |queue| queue.lease(count, moment, until_ms))
     }
 
-    fn release(&self, places: impl Iterator<Item = u64>) -> Result<()> {
+    /// Lets others at these places again.
+    pub(super) fn release(&self, places: impl Iterator<Item = u64>) -> Result<()> {
         let engine = &self.handle.engine;
         let released = engine.with_queue(&self.space, |queue| {
             places.filter(|place| queue.release(*place)).count()
@@ -563,11 +564,7 @@ impl Engine {
         Ok(())
     }
 
-    pub(super) fn with_queue<R>(
-        &self,
-        space: &Space,
-        act: impl FnOnce(&mut Queue) -> R,
-    ) -> Result<R> {
+    fn with_queue<R>(&self, space: &Space, act: impl FnOnce(&mut Queue) -> R) -> Result<R> {
         let mut core = self.core();
         self.check_writable(&core)?;
         core.check_namespace(space)?;

@@ -24,9 +24,18 @@ pub(crate) struct Queued {
     pub(crate) ordering: Option<u64>,
     /// Trusted time before which it is not dispatched again.
     pub(crate) not_before_ms: u64,
+    /// The same, but in memory only: nobody could do anything about it.
+    pub(crate) paused_until_ms: u64,
     /// Boot time until which somebody is at it; 0: nobody is.
     pub(crate) leased_until_ms: u64,
     pub(crate) parked: bool,
+}
+
+impl Queued {
+    /// Returns the trusted time from which on it may be dispatched; 0: at any time.
+    fn due_ms(&self) -> u64 {
+        self.not_before_ms.max(self.paused_until_ms)
+    }
 }
 
 /// When a look at the queue takes place.
@@ -154,28 +163,30 @@ impl Queue {
         }
     }
 
-    /// Lets others at an entry again; `false`: nobody was at it.
+    /// Lets others at an entry again; `false`: nobody was at it, and it did not pause.
     pub(crate) fn release(&mut self, place: u64) -> bool {
-        let leased = self.get(place).copied().filter(|e| e.leased_until_ms > 0);
-        let Some(entry) = leased else {
+        let is_held = |e: &Queued| e.leased_until_ms > 0 || e.paused_until_ms > 0;
+        let Some(entry) = self.get(place).copied().filter(is_held) else {
             return false;
         };
         self.put(
             place,
             Queued {
                 leased_until_ms: 0,
+                paused_until_ms: 0,
                 ..entry
             },
         );
         true
     }
 
-    /// Holds an entry back until a trusted time, and lets others at it then.
+    /// Holds an entry back until a trusted time, and lets others at it then. The latest call
+    /// counts, whether it is a longer pause or a shorter one.
     pub(crate) fn pause(&mut self, place: u64, until_ms: u64) {
         if let Some(entry) = self.get(place).copied() {
             let paused = Queued {
                 leased_until_ms: 0,
-                not_before_ms: until_ms.max(entry.not_before_ms),
+                paused_until_ms: until_ms,
                 ..entry
             };
             self.put(place, paused);
@@ -253,8 +264,8 @@ impl Queue {
         };
         if entry.leased_until_ms > 0 {
             self.leased.insert((entry.leased_until_ms, place));
-        } else if entry.not_before_ms > 0 {
-            self.pausing.insert((entry.not_before_ms, place));
+        } else if entry.due_ms() > 0 {
+            self.pausing.insert((entry.due_ms(), place));
         } else {
             self.ready.insert(place);
         }
@@ -262,7 +273,7 @@ impl Queue {
 
     fn unset_head(&mut self, place: u64, entry: &Queued) {
         self.ready.remove(&place);
-        self.pausing.remove(&(entry.not_before_ms, place));
+        self.pausing.remove(&(entry.due_ms(), place));
         self.leased.remove(&(entry.leased_until_ms, place));
     }
 
@@ -298,6 +309,7 @@ mod tests {
             at_ms: 5,
             ordering,
             not_before_ms: 0,
+            paused_until_ms: 0,
             leased_until_ms: 0,
             parked: false,
         }
@@ -382,6 +394,34 @@ mod tests {
         assert_eq!(queue.lease(9, later, 900).places, [1]);
         assert!(queue.release(1) && !queue.release(1));
         assert_eq!(lease(&mut queue, 9), [1]);
+    }
+
+    #[test]
+    fn the_latest_pause_counts_and_none_outlives_a_release() {
+        let mut queue = Queue::default();
+        let at = |trusted_ms| Moment { trusted_ms, ..NOW };
+        queue.put(
+            1,
+            Queued {
+                not_before_ms: 1010,
+                ..entry(None)
+            },
+        );
+        queue.pause(1, 2000);
+        assert_eq!(queue.lease(9, NOW, 150).next_in_ms, Some(1000));
+        queue.pause(1, 1020);
+        assert_eq!(queue.lease(9, NOW, 150).next_in_ms, Some(20));
+        // What the log says of it stays.
+        assert!(queue.release(1) && !queue.release(1));
+        assert_eq!(queue.lease(9, NOW, 150).next_in_ms, Some(10));
+        assert_eq!(queue.lease(9, at(1010), 150).places, [1]);
+        queue.hold(1, 120);
+        assert_eq!(queue.get(1).unwrap().leased_until_ms, 150);
+        queue.pause(1, 1500);
+        queue.hold(1, 170);
+        assert!(queue.lease(9, at(1500), 900).places.is_empty());
+        assert!(queue.release(1));
+        assert_eq!(queue.lease(9, at(1500), 900).places, [1]);
     }
 
     #[test]
