@@ -24,13 +24,13 @@ pub(crate) mod primitives {
     #[cfg(all(test, idemlog_shuttle))]
     pub(crate) use shuttle::{
         sync::atomic::{AtomicBool, AtomicU8, AtomicUsize},
-        sync::{Arc, Mutex, MutexGuard},
+        sync::{Arc, Condvar, Mutex, MutexGuard},
         thread::{Thread, current, park},
     };
     #[cfg(not(all(test, idemlog_shuttle)))]
     pub(crate) use std::{
         sync::atomic::{AtomicBool, AtomicU8, AtomicUsize},
-        sync::{Arc, Mutex, MutexGuard},
+        sync::{Arc, Condvar, Mutex, MutexGuard},
         thread::{Thread, current, park},
     };
 
