@@ -280,7 +280,7 @@ impl Engine {
             (core.writer.end(), FailureCount::new(core.failures))
         };
         if self.syncer.durable() < end {
-            self.ensure_durable(end, failures)?;
+            self.ensure_durable_held(end, failures)?;
         }
         if self.core().failures != failed_before {
             // What had superseded a record here, so that it was not carried over, may have been
