@@ -68,8 +68,8 @@ pub use engine::watermarks::Watermarks;
 pub use error::{Applied, Error, ErrorKind, Result};
 #[cfg(feature = "tower")]
 pub use http::{
-    HTTP_BODY_BYTES_DEFAULT, HTTP_KEY_BYTES_DEFAULT, HttpBody, Idempotency, IdempotencyLayer,
-    StoredResponse,
+    HTTP_BODY_BYTES_DEFAULT, HTTP_KEY_BYTES_DEFAULT, HTTP_RETRY_AFTER_DEFAULT, HttpBody,
+    Idempotency, IdempotencyLayer, StoredResponse,
 };
 #[cfg(feature = "json")]
 pub use json_field::json_field;

@@ -13,7 +13,7 @@ use idemlog::testing::sim::{Fault, FaultKind, Op, PowerCut, SimDisk};
 use idemlog::{
     Change, Claim, ClaimOptions, ClaimVerdict, Commit, CommitVerdict, DedupLog, Durability,
     EffectClass, ErrorKind, Failure, Filter, KeyState, LockVerdict, Namespace, NamespaceOptions,
-    NonRepeatable, ObserveOptions, Observed, Options, Probeable, Repeatable, Resolution,
+    NonRepeatable, ObserveOptions, Observed, Options, Probeable, Probed, Repeatable, Resolution,
     RunVerdict, ZeroFill,
 };
 
@@ -26,10 +26,21 @@ const LEASE: Duration = Duration::from_secs(10);
 
 /// A store on a disk whose flushes can be held up, with a clock that moves by hand.
 struct World {
+    /// First: a test that fails must not wait at the gate for ever.
+    _opens: Opens,
     log: DedupLog,
     disk: SimDisk,
     gate: Arc<Gate>,
     clock: Arc<ManualClock>,
+}
+
+/// Opens the gate when it is dropped.
+struct Opens(Arc<Gate>);
+
+impl Drop for Opens {
+    fn drop(&mut self) {
+        self.0.open();
+    }
 }
 
 impl World {
@@ -42,6 +53,7 @@ impl World {
         };
         let log = options(background, &clock).open_on(Arc::new(dir)).unwrap();
         World {
+            _opens: Opens(Arc::clone(&gate)),
             log,
             disk,
             gate,
@@ -130,6 +142,16 @@ fn is_committed(verdict: &CommitVerdict) -> bool {
     matches!(verdict, CommitVerdict::Committed { .. })
 }
 
+fn word<C: EffectClass>(claimed: &idemlog::Result<ClaimVerdict<C>>) -> &'static str {
+    match claimed {
+        Ok(ClaimVerdict::New(_)) => "new",
+        Ok(ClaimVerdict::Duplicate(_)) => "old",
+        Ok(ClaimVerdict::Busy { .. }) => "busy",
+        Err(error) if error.kind() == ErrorKind::Invalid => "invalid",
+        other => panic!("{other:?}"),
+    }
+}
+
 /// Each call, once, by its asynchronous name.
 async fn every_call(log: DedupLog) {
     let (filter, repeatable) = (filter(&log), jobs::<Repeatable>(&log));
@@ -199,7 +221,29 @@ async fn every_call(log: DedupLog) {
         .collect();
     assert_eq!(many, [true, true, false]);
     drop(items);
-    assert_eq!(repeatable.get("o").unwrap(), KeyState::Absent);
+    assert_eq!(repeatable.get_async("o").await.unwrap(), KeyState::Absent);
+    let state = repeatable.get_async("m").await.unwrap();
+    assert!(matches!(state, KeyState::Done(_)), "{state:?}");
+    assert_eq!(filter.get_async("a").await.unwrap(), KeyState::Seen);
+    let error = filter.get_async("").await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid);
+
+    let (keys, options) = (["m", "v", "v", ""], ClaimOptions::new());
+    let many = repeatable.claim_many_async(&keys, &options).await.unwrap();
+    let words: Vec<_> = many.iter().map(word).collect();
+    assert_eq!(words, ["old", "new", "busy", "invalid"]);
+    drop(many);
+    assert_eq!(repeatable.get_async("v").await.unwrap(), KeyState::Absent);
+    let settled = NamespaceOptions::new().settle(Duration::ZERO);
+    let asked = log.namespace::<Probeable>("asked", settled).unwrap();
+    let asked = asked.with_probe(|_| Probed::Applied(b"found".to_vec()));
+    let started = new(asked.claim_async("w").await.unwrap());
+    let started = started.start_async(b"").await.unwrap();
+    let failed = started.fail_async(Failure::unknown("?")).await.unwrap();
+    assert!(failed.is_applied());
+    let many = asked.claim_many_async(&["x", "w"], &options).await.unwrap();
+    let words: Vec<_> = many.iter().map(word).collect();
+    assert_eq!(words, ["new", "old"]);
 
     let payments = jobs::<NonRepeatable>(&log);
     let started = new(payments.claim_async("p").await.unwrap())
@@ -429,6 +473,84 @@ fn dropped_commits_of_a_batch_are_made_if_they_were_polled() {
         );
     }
     assert_eq!(later.get("too long").unwrap(), KeyState::Absent);
+}
+
+/// What a duplicate is told waits for the disk, in a batch and in a read; a batch that is dropped
+/// meanwhile holds nothing.
+#[test]
+fn a_batch_of_claims_and_a_read_wait_for_what_they_rest_on() {
+    let world = World::new(true);
+    let (jobs, filter) = (world.jobs::<Repeatable>(), world.filter());
+    let mut claim = new(jobs.claim("old").unwrap());
+    world.log.sync().unwrap();
+    world.gate.close();
+    let mut commit = Box::pin(claim.commit_async(b"done"));
+    assert!(poll(commit.as_mut()).is_pending());
+    assert!(poll(observing(&filter, "seen").as_mut()).is_pending());
+
+    let (keys, options) = (["new", "old"], ClaimOptions::new());
+    let mut many = Box::pin(jobs.claim_many_async(&keys, &options));
+    assert!(poll(many.as_mut()).is_pending());
+    let state = jobs.get("new").unwrap();
+    assert!(matches!(state, KeyState::Pending { .. }), "{state:?}");
+    // If it waited for the disk, it would wait for ever.
+    drop(many);
+    assert!(world.log.pending().unwrap().is_empty());
+
+    let mut read = Box::pin(jobs.get_async("old"));
+    let mut seen = Box::pin(filter.get_async("seen"));
+    let mut many = Box::pin(jobs.claim_many_async(&keys, &options));
+    assert!(poll(read.as_mut()).is_pending());
+    assert!(poll(seen.as_mut()).is_pending());
+    assert!(poll(many.as_mut()).is_pending());
+    world.gate.open();
+    // On another thread, which is stuck if nobody rings.
+    let (state, seen, words) = std::thread::scope(|scope| {
+        let all = scope.spawn(move || {
+            let words: Vec<_> = smol::block_on(many).unwrap().iter().map(word).collect();
+            let seen = smol::block_on(seen).unwrap();
+            (smol::block_on(read).unwrap(), seen, words)
+        });
+        all.join().unwrap()
+    });
+    assert!(matches!(state, KeyState::Done(_)), "{state:?}");
+    assert_eq!(seen, KeyState::Seen);
+    assert_eq!(words, ["new", "old"]);
+}
+
+/// A flush that fails is told to a batch and to a read that wait for it.
+#[test]
+fn a_batch_of_claims_and_a_read_are_told_of_a_failed_flush() {
+    let world = World::new(true);
+    let jobs = world.jobs::<Repeatable>();
+    let mut claim = new(jobs.claim("old").unwrap());
+    world.log.sync().unwrap();
+    world.gate.close();
+    let mut commit = Box::pin(claim.commit_async(b"done"));
+    assert!(poll(commit.as_mut()).is_pending());
+    let (told, answers) = mpsc::channel();
+    let (batch, read) = (jobs.clone(), jobs.clone());
+    let told_too = told.clone();
+    let many = std::thread::spawn(move || {
+        let options = ClaimOptions::new();
+        let many = batch.claim_many_async(&["old"], &options);
+        let error = smol::block_on(many).map(|_| ()).unwrap_err();
+        told_too.send(error.kind()).unwrap();
+    });
+    let read = std::thread::spawn(move || {
+        let error = smol::block_on(read.get_async("old")).unwrap_err();
+        told.send(error.kind()).unwrap();
+    });
+    let steps = world.disk.steps();
+    let fails = Fault::sticky(steps, FaultKind::Io).only(Op::Sync);
+    world.disk.fail(fails);
+    world.gate.open();
+    for _ in 0..2 {
+        let kind = answers.recv_timeout(LONG).expect("a task is stuck");
+        assert_eq!(kind, ErrorKind::Poisoned);
+    }
+    many.join().unwrap();
+    read.join().unwrap();
 }
 
 #[test]

@@ -57,6 +57,8 @@ mod model;
 mod order;
 #[cfg(feature = "testing")]
 mod repair;
+#[cfg(feature = "testing")]
+mod rings;
 mod tidy;
 #[cfg(all(feature = "testing", feature = "token"))]
 mod token;

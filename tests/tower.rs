@@ -755,6 +755,173 @@ async fn of_a_hundred_copies_at_a_time_one_takes_effect() {
     }
 }
 
+/// A lease is how long an owner that hangs is waited for, and may be long; a client is not told to
+/// stay away for so long.
+#[tokio::test]
+async fn a_long_lease_does_not_send_clients_away_for_as_long() {
+    let day = Duration::from_secs(86_400);
+    let log = DedupLog::in_memory().unwrap();
+    for (index, (lease, max, told)) in [
+        (day, None, 60),
+        (day, Some(Duration::from_secs(5)), 5),
+        (day, Some(Duration::from_millis(1500)), 2),
+        (day, Some(Duration::ZERO), 1),
+        (day, Some(day * 2), 86_400),
+        (Duration::from_millis(900), Some(day), 1),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let options = NamespaceOptions::new().lease(lease);
+        let space: Namespace<Internal> = log.namespace(&format!("n{index}"), options).unwrap();
+        let mut layer = layer(&space);
+        if let Some(max) = max {
+            layer = layer.retry_after_max(max);
+        }
+        let ran = Ran::default();
+        let hangs = service(&ran, |_, _| pending());
+        let first = layer.layer(hangs.clone());
+        let first = tokio::spawn(first.oneshot(post("k", "")));
+        ran.wait_for(1).await;
+        let copy = ask(&layer, &hangs, post("k", "")).await;
+        assert!(copy.is(409, "in-flight"), "{copy:?}");
+        assert_eq!(copy.retry_after(), told, "{lease:?} {max:?}");
+        first.abort();
+    }
+}
+
+/// Tells when it is dropped.
+struct Gone(Arc<Notify>);
+
+impl Drop for Gone {
+    fn drop(&mut self) {
+        self.0.notify_one();
+    }
+}
+
+/// A client of a real server sends its request and closes its socket while the service works on
+/// it. Returns what the same request is answered later, and the derived keys of the calls. With
+/// `outlives` each request runs as a task of its own, as `docs/http.md` says.
+async fn hang_up<C: EffectClass>(space: &Namespace<C>, outlives: bool) -> (String, Vec<String>) {
+    let (entered, finish, gone) = <(Arc<Notify>, Arc<Notify>, Arc<Notify>)>::default();
+    let calls = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let handler = {
+        let (entered, finish, calls) = (entered.clone(), finish.clone(), calls.clone());
+        move |attempt: axum::Extension<Attempt>| async move {
+            let call = {
+                let mut calls = calls.lock().unwrap();
+                calls.push(attempt.derived_key("pay"));
+                calls.len()
+            };
+            if call == 1 {
+                entered.notify_one();
+                finish.notified().await;
+            }
+            (StatusCode::CREATED, format!("call {call}"))
+        }
+    };
+    let route = axum::routing::post(handler);
+    let mut app = axum::Router::new().route("/orders", route);
+    app = app.layer(layer(space));
+    if outlives {
+        app = app.layer(axum::middleware::from_fn(
+            |request: axum::extract::Request, next: axum::middleware::Next| async move {
+                tokio::spawn(next.run(request)).await.unwrap()
+            },
+        ));
+    }
+    let told = gone.clone();
+    app = app.layer(axum::middleware::from_fn(
+        move |request: axum::extract::Request, next: axum::middleware::Next| {
+            let gone = Gone(told.clone());
+            async move {
+                let _gone = gone;
+                next.run(request).await
+            }
+        },
+    ));
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let server = tokio::spawn(async move { axum::serve(listener, app).await });
+
+    let client = send(port);
+    entered.notified().await;
+    drop(client);
+    // The server has noticed, and what it has dropped is recorded.
+    gone.notified().await;
+    finish.notify_one();
+    if outlives {
+        while !matches!(space.get(key()).unwrap(), KeyState::Done(_)) {
+            tokio::task::yield_now().await;
+        }
+    }
+    let answer = tokio::task::spawn_blocking(move || whole(send(port)));
+    let answer = answer.await.unwrap();
+    server.abort();
+    let calls = calls.lock().unwrap().clone();
+    (answer, calls)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_client_that_hangs_up_while_the_service_works_leaves_what_its_class_says() {
+    let (answer, calls) = hang_up(&space::<NonRepeatable>(), false).await;
+    assert!(answer.starts_with("http/1.1 409"), "{answer}");
+    assert!(answer.contains(r#""code":"in-doubt""#), "{answer}");
+    assert_eq!(calls.len(), 1);
+
+    let asked = StoredResponse::new(201, "asked").into_bytes();
+    let space_asked = space::<Probeable>().with_probe(move |_| Probed::Applied(asked.clone()));
+    let (answer, calls) = hang_up(&space_asked, false).await;
+    assert!(answer.starts_with("http/1.1 201"), "{answer}");
+    assert!(answer.contains("idempotency-replayed: true"), "{answer}");
+    assert!(answer.ends_with("asked"), "{answer}");
+    assert_eq!(calls.len(), 1);
+
+    for (answer, calls) in [
+        hang_up(&space::<Repeatable>(), false).await,
+        hang_up(&space::<Internal>(), false).await,
+    ] {
+        assert!(answer.starts_with("http/1.1 201"), "{answer}");
+        assert!(!answer.contains("idempotency-replayed"), "{answer}");
+        assert!(answer.ends_with("call 2"), "{answer}");
+        assert_eq!(calls.len(), 2);
+        assert_eq!(calls[0], calls[1]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_request_that_is_a_task_of_its_own_outlives_its_client() {
+    for (answer, calls) in [
+        hang_up(&space::<NonRepeatable>(), true).await,
+        hang_up(&space::<Internal>(), true).await,
+    ] {
+        assert!(answer.starts_with("http/1.1 201"), "{answer}");
+        assert!(answer.contains("idempotency-replayed: true"), "{answer}");
+        assert!(answer.ends_with("call 1"), "{answer}");
+        assert_eq!(calls.len(), 1);
+    }
+}
+
+/// Sends the request of `key` to a server on this machine.
+fn send(port: u16) -> TcpStream {
+    let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    let request = "POST /orders HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\
+                   Idempotency-Key: \"k\"\r\nPrincipal: ann\r\n\
+                   Content-Length: 8\r\n\r\namount=5";
+    stream.write_all(request.as_bytes()).unwrap();
+    stream
+}
+
+/// Returns the whole response, in lower case.
+fn whole(mut stream: TcpStream) -> String {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text.to_lowercase()
+}
+
 const TASK: &str = "IDEMLOG_TEST_TOWER_TASK";
 
 /// Not a test of its own: the server that is killed.
@@ -888,22 +1055,11 @@ impl Server {
     }
 
     fn send(&self) -> TcpStream {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
-        stream
-            .set_read_timeout(Some(Duration::from_secs(60)))
-            .unwrap();
-        let request = "POST /orders HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\
-                       Idempotency-Key: \"k\"\r\nPrincipal: ann\r\n\
-                       Content-Length: 8\r\n\r\namount=5";
-        stream.write_all(request.as_bytes()).unwrap();
-        stream
+        send(self.port)
     }
 
-    /// Returns the whole response, in lower case.
     fn answer(&self) -> String {
-        let mut text = String::new();
-        self.send().read_to_string(&mut text).unwrap();
-        text.to_lowercase()
+        whole(self.send())
     }
 }
 
@@ -950,13 +1106,18 @@ fn a_server_killed_between_effect_and_commit_leaves_what_its_class_says() {
     assert_eq!(effects.len(), 1);
 
     // Its target knows the derived key, and so takes the second for a copy of the first.
-    let (answer, effects) = kill_and_retry("repeatable", "effect");
-    assert!(answer.starts_with("http/1.1 201"), "{answer}");
-    // Its claim waited for no disk, so the attempt may be forgotten.
-    assert!(answer.contains("\r\n\r\nattempt "), "{answer}");
-    assert!(!answer.contains("idempotency-replayed"), "{answer}");
-    assert_eq!(effects.len(), 2);
-    assert_eq!(effects[0], effects[1]);
+    for class in ["repeatable", "internal"] {
+        let (answer, effects) = kill_and_retry(class, "effect");
+        assert!(answer.starts_with("http/1.1 201"), "{class}: {answer}");
+        // Its claim waited for no disk, so the attempt may be forgotten.
+        assert!(answer.contains("\r\n\r\nattempt "), "{class}: {answer}");
+        assert!(
+            !answer.contains("idempotency-replayed"),
+            "{class}: {answer}"
+        );
+        assert_eq!(effects.len(), 2, "{class}");
+        assert_eq!(effects[0], effects[1], "{class}");
+    }
 }
 
 #[test]

@@ -132,8 +132,18 @@ impl Engine {
 
     /// The syncer alone says what is durable: the position reached says nothing of a record that
     /// was taken back and whose place another one has taken.
-    pub(crate) fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
-        match self.syncer.wait(end, failures, || self.lead()) {
+    fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
+        self.waited(self.syncer.wait(end, failures, || self.lead()))
+    }
+
+    /// The same for a caller that holds `maintenance`: whoever waits for the flush as a task is
+    /// rung by [`Engine::pay_waiters`], which the caller's caller calls behind the lock.
+    pub(crate) fn ensure_durable_held(&self, end: Position, failures: FailureCount) -> Result<()> {
+        self.waited(self.syncer.wait_held(end, failures, || self.lead()))
+    }
+
+    fn waited(&self, waited: std::result::Result<(), Result<WaitError>>) -> Result<()> {
+        match waited {
             Ok(()) => Ok(()),
             Err(Err(error)) => Err(error),
             Err(Ok(error)) => Err(self.wait_error(error)),

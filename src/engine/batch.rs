@@ -95,6 +95,32 @@ impl ManyCommits {
     }
 }
 
+/// A claim of a batch.
+pub(super) enum OneClaim<C: EffectClass> {
+    /// It is granted.
+    Held(ClaimVerdict<C>),
+    /// It is answered otherwise, when that is durable.
+    Decided(Decided<Answer>),
+}
+
+/// Claims of a batch whose answers may not be durable yet.
+pub(super) struct ManyClaims<C: EffectClass> {
+    pub(super) claims: Vec<Result<OneClaim<C>>>,
+    basis: ManyBasis,
+    /// What the answers rest on that the claims themselves have settled.
+    settled: Option<Basis>,
+}
+
+impl<C: EffectClass> ManyClaims<C> {
+    pub(super) fn bases(&self) -> impl Iterator<Item = Basis> + use<C> {
+        self.basis.parts().chain(self.settled)
+    }
+
+    pub(super) fn error_of_wait(&self, error: Error) -> Error {
+        self.basis.passes.error_of_wait(error)
+    }
+}
+
 /// Keys that are decided about together.
 struct Batch<'a> {
     space: &'a Space,
@@ -105,21 +131,8 @@ struct Batch<'a> {
 }
 
 impl Engine {
-    /// Decides about many keys: all are searched, then decided and appended under one lock, with
-    /// one wait at the end. After an error `answers` holds what was decided before it; none of
-    /// that may be told as durable.
-    fn update_many<R>(
-        &self,
-        batch: Batch<'_>,
-        answers: &mut Vec<Option<Result<Decided<R>>>>,
-        decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
-        retention: impl Fn(usize) -> Retention,
-    ) -> Result<()> {
-        let basis = self.update_many_undurable(batch, answers, decide, retention)?;
-        self.ensure_many(&basis)
-    }
-
-    /// The same without the wait at the end.
+    /// Decides about many keys: all are searched, then decided and appended under one lock. After
+    /// an error `answers` holds what was decided before it; none of that may be told as durable.
     fn update_many_undurable<R>(
         &self,
         batch: Batch<'_>,
@@ -271,37 +284,73 @@ impl<C: EffectClass> Namespace<C> {
         options: &ClaimOptions,
     ) -> Result<Vec<Result<ClaimVerdict<C>>>> {
         let keys: Vec<&[u8]> = keys.iter().map(AsRef::as_ref).collect();
+        let many = self.claim_many_undurable(&keys, options)?;
+        for basis in many.bases() {
+            let ensured = self.handle.engine.ensure_basis(basis);
+            ensured.map_err(|e| many.error_of_wait(e))?;
+        }
+        let told = keys.iter().zip(many.claims);
+        Ok(told
+            .map(|(key, claimed)| match self.told_of_claim(key, claimed?) {
+                Some(verdict) => Ok(verdict),
+                None => self.claim_with(key, options),
+            })
+            .collect())
+    }
+
+    /// Decides the claims of a batch and does not wait. What is granted is held by guards from
+    /// here on: whatever the batch ends with, they release it.
+    pub(super) fn claim_many_undurable(
+        &self,
+        keys: &[&[u8]],
+        options: &ClaimOptions,
+    ) -> Result<ManyClaims<C>> {
         let request = self.request(options);
         let mut answers = Vec::with_capacity(keys.len());
         let batch = Batch {
             space: &self.space,
-            keys: &keys,
+            keys,
             levels: self.claim_levels(options.detached),
             is_known: false,
         };
-        let claimed = self.handle.engine.update_many(
+        let updated = self.handle.engine.update_many_undurable(
             batch,
             &mut answers,
             |_, entry, env| self.decide_claim(entry, env, &request),
             |_| self.space.options.retention,
         );
-        let claimed =
-            claimed.and_then(|()| self.wait_for_answers(answers.iter().flatten().flatten()));
+        let settled = self.settled_basis(answers.iter().flatten().flatten());
         let decided = keys.iter().zip(answers.into_iter().flatten());
-        if let Err(error) = claimed {
-            // The guards of what was claimed before the error release it when they are dropped.
-            for (key, decided) in decided {
-                drop(decided.map(|decided| self.verdict(key, decided, false)));
-            }
-            return Err(error);
-        }
-        Ok(decided
-            .map(|(key, decided)| match decided?.into_probe() {
-                // A probe is user code: it is asked for one key at a time, with no lock held.
-                Err(_doubt) => self.claim_with(key, options),
-                Ok(decided) => self.granted(key, decided, options),
+        let claims = decided
+            .map(|(key, decided)| {
+                let decided = decided?;
+                Ok(match decided.answer {
+                    Answer::Granted { .. } => OneClaim::Held(self.granted(key, decided, options)?),
+                    _ => OneClaim::Decided(decided),
+                })
             })
-            .collect())
+            .collect();
+        let many = |basis| ManyClaims {
+            claims,
+            basis,
+            settled,
+        };
+        updated.map(many)
+    }
+
+    /// Tells of a claim of a batch when its answer is as durable as it must be; `None`: a probe is
+    /// to be asked. That is user code: for one key at a time, with no lock held.
+    pub(super) fn told_of_claim(
+        &self,
+        key: &[u8],
+        claimed: OneClaim<C>,
+    ) -> Option<ClaimVerdict<C>> {
+        match claimed {
+            OneClaim::Held(verdict) => Some(verdict),
+            OneClaim::Decided(decided) if matches!(decided.answer, Answer::Probe(_)) => None,
+            // Nothing is granted here that could be done for a guard.
+            OneClaim::Decided(decided) => Some(self.verdict(key, decided, false)),
+        }
     }
 
     /// Commits many claims, each on its own: one write and one flush serve all. Those with
@@ -435,14 +484,5 @@ impl<C: EffectClass> Namespace<C> {
             "claim of another namespace: namespace={}",
             self.name()
         ))
-    }
-}
-
-impl Decided<Answer> {
-    fn into_probe(self) -> std::result::Result<Self, crate::verdict::Doubt> {
-        match self.answer {
-            Answer::Probe(doubt) => Err(doubt),
-            _ => Ok(self),
-        }
     }
 }

@@ -12,7 +12,7 @@ use super::claim::{Claim, ClaimVerdict, Commit, Committable, Held, StartError, S
 use super::class::{DirectCommit, EffectClass};
 use super::filter::{Filter, ObserveOptions};
 use super::keep::Kept;
-use super::namespace::{ClaimOptions, Namespace};
+use super::namespace::{ClaimOptions, Namespace, Space};
 use super::run_once::{Attempt, RunVerdict};
 use super::update::Basis;
 use super::wait::{Next, Waiting};
@@ -21,7 +21,7 @@ use crate::key::check_key;
 use crate::model::claim as model;
 use crate::options::Durability;
 use crate::stamp::Stamp;
-use crate::verdict::{Change, CommitVerdict, Failure, Observed, Resolution};
+use crate::verdict::{Change, CommitVerdict, Failure, KeyState, Observed, Resolution};
 
 impl Engine {
     /// Waits until what an answer rests on is as durable as it must be. Without a thread that
@@ -515,5 +515,76 @@ impl Filter {
             synced.map_err(|e| many.written.error_of_wait(e))?;
         }
         Ok(engine.counted(many.answers))
+    }
+}
+
+impl<C: EffectClass> Namespace<C> {
+    /// As [`Namespace::claim_many`]. A future that is dropped before it is ready holds no claim
+    /// but detached ones, which stay until their leases lapse.
+    ///
+    /// A poll may read the disk, as in [`Namespace::claim_async`].
+    ///
+    /// # Errors
+    /// As [`Namespace::claim_many`].
+    pub async fn claim_many_async<K: AsRef<[u8]>>(
+        &self,
+        keys: &[K],
+        options: &ClaimOptions,
+    ) -> Result<Vec<Result<ClaimVerdict<C>>>> {
+        let keys: Vec<&[u8]> = keys.iter().map(AsRef::as_ref).collect();
+        let many = self.claim_many_undurable(&keys, options)?;
+        for basis in many.bases() {
+            let synced = self.handle.engine.durable(basis).await;
+            synced.map_err(|e| many.error_of_wait(e))?;
+        }
+        let mut verdicts = Vec::with_capacity(keys.len());
+        for (key, claimed) in keys.iter().zip(many.claims) {
+            verdicts.push(match claimed {
+                Err(error) => Err(error),
+                Ok(claimed) => match self.told_of_claim(key, claimed) {
+                    Some(verdict) => Ok(verdict),
+                    None => self.claim_with_async(key, options).await,
+                },
+            });
+        }
+        Ok(verdicts)
+    }
+
+    /// As [`Namespace::get`]; a future that is dropped leaves nothing behind.
+    ///
+    /// A poll may read the disk, as in [`Namespace::claim_async`].
+    ///
+    /// # Errors
+    /// As [`Namespace::get`].
+    pub async fn get_async(&self, key: impl AsRef<[u8]>) -> Result<KeyState> {
+        self.handle
+            .engine
+            .get_async(&self.space, key.as_ref())
+            .await
+    }
+}
+
+impl Filter {
+    /// As [`Filter::get`]; a future that is dropped leaves nothing behind.
+    ///
+    /// A poll may read the disk, as in [`Filter::observe_async`].
+    ///
+    /// # Errors
+    /// As [`Filter::get`].
+    pub async fn get_async(&self, key: impl AsRef<[u8]>) -> Result<KeyState> {
+        self.handle
+            .engine
+            .get_async(&self.space, key.as_ref())
+            .await
+    }
+}
+
+impl Engine {
+    async fn get_async(&self, space: &Space, key: &[u8]) -> Result<KeyState> {
+        let read = self.get_undurable(space, key)?;
+        if let Some(basis) = read.basis {
+            self.durable(basis).await?;
+        }
+        self.state_of(&read)
     }
 }

@@ -24,9 +24,6 @@ use crate::vfs::sim::SimDisk;
 pub(crate) struct Handle {
     pub(crate) engine: Arc<Engine>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Policies of tokens are declared one at a time. Held over the first declaration's flush.
-    #[cfg(feature = "token")]
-    pub(super) opening_tokens: Mutex<()>,
     #[cfg(feature = "snowflake")]
     pub(super) makers: super::snowflake::Makers,
 }
@@ -151,8 +148,6 @@ impl DedupLog {
             handle: Arc::new(Handle {
                 engine,
                 threads: Mutex::new(threads),
-                #[cfg(feature = "token")]
-                opening_tokens: Mutex::default(),
                 #[cfg(feature = "snowflake")]
                 makers: super::snowflake::Makers::default(),
             }),

@@ -113,6 +113,15 @@ pub(super) fn read_hint(
     })
 }
 
+/// Says whether the bytes of a hint are what was written: a stale one is no damage, as the open
+/// does not need it.
+pub(super) fn is_hint_whole(dir: &dyn Dir, segment: u64) -> bool {
+    let name = FileName::Hint(segment).to_string();
+    let read = dir.open(&name, Access::Read);
+    let bytes = read.and_then(|file| read_all(file.as_ref(), HINT_BYTES_MAX));
+    bytes.is_ok_and(|bytes| Hint::decode(&bytes).is_ok())
+}
+
 /// Says whether the log has a frame where the hint says that its last one is.
 fn ends_a_frame(hint: &Hint, segment: &SegmentFile, image: &[u8]) -> bool {
     let bytes = image.get(to_usize(hint.last)..).unwrap_or_default();

@@ -3,7 +3,11 @@
 //! Safety properties:
 //! A. No renewal reaches beyond the ceiling.
 //! B. Nothing is renewed while the owner ends its claim, or after it: what an end has written
-//!    must not be overwritten by a renewal that was decided before.
+//!    must not be overwritten by a renewal that was decided before. A renewal looks whether the
+//!    owner is at it where it decides, under the append lock, under which it is appended, too.
+//! C. No renewal holds `busy` when it rings for those who wait for the key: a waker may end the
+//!    claim. Who ends it holds `busy` alone, as the guard is its alone, and nobody else waits for
+//!    it.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -36,7 +40,8 @@ pub(crate) struct Keep {
     /// Until when the lease was granted last.
     leased_ms: AtomicU64,
     ended: AtomicBool,
-    /// Held over a renewal, and over an end by the owner (B).
+    /// Held over the decision of a renewal, which does not wait for it, and over an end by the
+    /// owner (B).
     busy: Mutex<()>,
     timer: Mutex<Option<TimerId>>,
 }
@@ -53,6 +58,13 @@ impl fmt::Debug for Kept {
     }
 }
 
+impl Keep {
+    fn is_ended(&self) -> bool {
+        // Acquire pairs with the Release of whoever ends it.
+        self.ended.load(Ordering::Acquire)
+    }
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -63,7 +75,7 @@ impl Kept {
         lock(&self.keep.busy)
     }
 
-    /// Ends the renewals; one that has begun may still be under way, unless they are paused.
+    /// Ends the renewals; one that was decided before may still be told to those who wait.
     pub(crate) fn end(&self) {
         // Release pairs with the Acquire of a renewal.
         self.keep.ended.store(true, Ordering::Release);
@@ -83,12 +95,7 @@ impl Drop for Kept {
 impl Engine {
     /// Renews a lease that is due, and says when it is due again.
     pub(crate) fn renew_kept(&self, keep: &Arc<Keep>) {
-        let Ok(_one) = keep.busy.try_lock() else {
-            // The owner is ending its claim; if that fails it still wants its lease.
-            return self.renew_later(keep);
-        };
-        // Acquire pairs with the Release of whoever ends it.
-        if keep.ended.load(Ordering::Acquire) {
+        if keep.is_ended() {
             return;
         }
         let now_ms = self.now().boot_ms;
@@ -97,13 +104,29 @@ impl Engine {
             return;
         }
         let lease_ms = keep.lease_ms.min(left_ms);
+        let mut is_ending = false;
         let renewed = self.change(
             &keep.space,
             &keep.key,
             Durability::Process,
             Some(lease_ms),
-            |entry, env| model::renew(entry, env, keep.epoch, lease_ms),
+            |entry, env| {
+                // Upholds B and C: held here alone.
+                let Ok(_one) = keep.busy.try_lock() else {
+                    is_ending = true;
+                    return model::ChangeDecision::Fenced;
+                };
+                is_ending = false;
+                if keep.is_ended() {
+                    return model::ChangeDecision::Fenced;
+                }
+                model::renew(entry, env, keep.epoch, lease_ms)
+            },
         );
+        if is_ending {
+            // If the end fails, the owner still wants its lease.
+            return self.renew_later(keep);
+        }
         match renewed {
             Ok((decided, _)) if matches!(decided.answer, Change::Fenced { .. }) => {}
             Ok(_) => {
@@ -126,7 +149,7 @@ impl Engine {
         let pause_ms = (keep.lease_ms / PART).max(1);
         let at_ms = self.now().boot_ms.saturating_add(pause_ms);
         let mut timer = lock(&keep.timer);
-        if !keep.ended.load(Ordering::Acquire) {
+        if !keep.is_ended() {
             *timer = Some(self.timers.add(at_ms, Timed::Renew(Arc::clone(keep))));
         }
     }

@@ -406,25 +406,22 @@ impl<C: EffectClass> Namespace<C> {
     }
 
     /// A claim waits for nothing, but a state that a call has settled (done by a probe or
-    /// prolonged, in doubt, dead) is told only when it is durable.
-    pub(crate) fn wait_for_answers<'a>(
+    /// prolonged, in doubt, dead) is told only when it is durable: this is what it rests on.
+    pub(crate) fn settled_basis<'a>(
         &self,
         decided: impl IntoIterator<Item = &'a Decided<Answer>>,
-    ) -> Result<()> {
+    ) -> Option<Basis> {
         let settled = decided
             .into_iter()
             .filter(|decided| !matches!(decided.answer, Answer::Granted { .. }))
             .filter_map(|decided| decided.written.as_ref().map(|(_, position)| *position))
-            .max();
-        let Some(position) = settled else {
-            return Ok(());
-        };
-        let engine = &self.handle.engine;
-        let failures = {
-            let core = engine.core();
-            crate::log::sync::FailureCount::new(core.failures)
-        };
-        engine.ensure(position.after(), failures, self.level(None))
+            .max()?;
+        let core = self.handle.engine.core();
+        Some(Basis {
+            end: settled.after(),
+            failures: crate::log::sync::FailureCount::new(core.failures),
+            level: self.level(None),
+        })
     }
 
     /// Turns a decision into what the caller gets.

@@ -40,7 +40,10 @@ impl Engine {
     pub(crate) fn make_room(&self, room: Room) -> Result<()> {
         self.check_frame(room.frame_bytes)?;
         self.counters.stalls.add(1);
-        self.make_room_held(&mut self.maintenance(), room)
+        let made = self.make_room_held(&mut self.maintenance(), room);
+        // An eviction flushes, and those whom that has served are rung behind the lock.
+        self.pay_waiters();
+        made
     }
 
     /// Refuses a record that no segment could hold, and every record where none may be written.

@@ -2,20 +2,37 @@
 
 use super::core::{Core, KnownNamespace};
 use super::namespace::Space;
-use super::update::is_alive;
+use super::update::{Basis, is_alive};
 use super::{Engine, check_open};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::NamespaceEntry;
 use crate::format::to_u32;
 use crate::key::{NamespaceKind, check_key, check_namespace};
-use crate::model::claim::{Entry, view};
+use crate::model::claim::{Entry, Env, view};
 use crate::options::NamespaceOptions;
 use crate::position::Position;
 use crate::verdict::KeyState;
 
+/// A key's state, which may not be durable yet.
+pub(crate) struct ReadKey {
+    entry: Option<Entry>,
+    env: Env,
+    /// What a duplicate would rest on.
+    pub(crate) basis: Option<Basis>,
+}
+
 impl Engine {
     /// Reads a key's state.
     pub(crate) fn get(&self, space: &Space, key: &[u8]) -> Result<KeyState> {
+        let read = self.get_undurable(space, key)?;
+        if let Some(basis) = read.basis {
+            self.ensure_basis(basis)?;
+        }
+        self.state_of(&read)
+    }
+
+    /// The same without the wait: what is read may be told when its basis is durable.
+    pub(crate) fn get_undurable(&self, space: &Space, key: &[u8]) -> Result<ReadKey> {
         check_key(key)?;
         let located = self.locate(self.wanted_in(space, key), Entry::of_record)?;
         let now = self.now();
@@ -32,13 +49,22 @@ impl Engine {
         drop(core);
         let hit = located.hit.as_ref();
         self.check_trustworthy(hit.map(|hit| hit.older.position))?;
-        let entry = hit.map(|hit| &hit.taken);
-        if let Some(hit) = hit.filter(|hit| hit.taken.is_final()) {
-            // A duplicate is told only of what is as durable as the namespace says.
-            let level = self.level(space.options.durability, None);
-            self.ensure(hit.older.position.after(), located.failures, level)?;
-        }
-        Ok(view(self.alive(entry, &now)?, &env))
+        // A duplicate is told only of what is as durable as the namespace says.
+        let rests_on = hit.filter(|hit| hit.taken.is_final());
+        let basis = rests_on.map(|hit| Basis {
+            end: hit.older.position.after(),
+            failures: located.failures,
+            level: self.level(space.options.durability, None),
+        });
+        let entry = located.hit.map(|hit| hit.taken);
+        Ok(ReadKey { entry, env, basis })
+    }
+
+    pub(crate) fn state_of(&self, read: &ReadKey) -> Result<KeyState> {
+        Ok(view(
+            self.alive(read.entry.as_ref(), &read.env.now)?,
+            &read.env,
+        ))
     }
 
     /// Reads what is kept under a key of a namespace without claims, as durable as the namespace

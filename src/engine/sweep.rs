@@ -7,7 +7,7 @@
 //! directory was synced after that.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, TryLockError};
 
 use super::Engine;
 use super::catalog::remove_if_there;
@@ -280,7 +280,7 @@ impl Engine {
             (core.writer.end(), FailureCount::new(core.failures))
         };
         if self.syncer.durable() < end {
-            self.ensure_durable(end, failures)?;
+            self.ensure_durable_held(end, failures)?;
         }
         if self.core().failures != failed_before {
             // What had superseded a record here, so that it was not carried over, may have been
@@ -366,8 +366,20 @@ impl Engine {
 
     /// Rebuilds runs that have shown damage from their segments: one run a segment, so that a wide
     /// one needs no more memory than a narrow one. Merging goes on from there.
+    ///
+    /// Not beside a merge, which may be writing files of the same names: a run of which one
+    /// segment is left is written anew under the name that a rebuild of that segment has. Whoever
+    /// merges takes this lock first, so it is only tried here; the next sweep looks again.
     pub(crate) fn rebuild_damaged(&self, upkeep: &mut Upkeep) -> Result<()> {
         let view = self.core().view.clone();
+        if !view.parts.iter().any(|part| part.is_damaged()) {
+            return Ok(());
+        }
+        let _no_merge = match self.merging.try_lock() {
+            Ok(alone) => alone,
+            Err(TryLockError::Poisoned(broken)) => broken.into_inner(),
+            Err(TryLockError::WouldBlock) => return Ok(()),
+        };
         for part in view.parts.iter().filter(|part| part.is_damaged()) {
             let old = run_entry(&part.run);
             let mut built = Vec::new();
@@ -460,5 +472,122 @@ impl OwnedRecord {
         record.parts.ordering = ordering.as_deref();
         record.parts.outcome_until_s = self.outcome_until_s;
         record
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::clock::ManualClock;
+    use crate::engine::claim::Commit;
+    use crate::vfs::sim::{Fault, FaultKind, Op, PowerCut, SimDisk};
+    use crate::{
+        ClaimVerdict, DedupLog, Durability, KeyState, Namespace, NamespaceOptions, ObserveOptions,
+        Options, Repeatable, ZeroFill,
+    };
+    use std::time::Duration;
+
+    const RETENTION: Duration = Duration::from_secs(60);
+
+    fn open(disk: &SimDisk, clock: &Arc<ManualClock>) -> (DedupLog, Namespace<Repeatable>) {
+        let log = Options::new()
+            .background(false)
+            .segment_bytes(8192)
+            .zero_fill(ZeroFill::Never)
+            .clock(Arc::clone(clock) as _)
+            .open_on(disk.dir())
+            .unwrap();
+        let options = NamespaceOptions::new().retention(RETENTION);
+        let options = options.lease(RETENTION * 100).outcome_bytes_max(64);
+        let jobs = log.namespace("jobs", options).unwrap();
+        (log, jobs)
+    }
+
+    /// Story: while a wide run was written anew, it was found damaged, and the rebuild of its last
+    /// segment wrote the files of that name, too.
+    #[test]
+    fn nothing_is_rebuilt_while_a_merge_may_write_the_same_names() {
+        let (disk, clock) = (
+            SimDisk::new(),
+            Arc::new(ManualClock::new(1_700_000_000_000)),
+        );
+        let (log, _jobs) = open(&disk, &clock);
+        fill(&log);
+        let engine = &log.handle.engine;
+        let damaged = || {
+            let view = engine.core().view.clone();
+            let damaged = view.parts.iter().filter(|part| part.is_damaged());
+            damaged.count()
+        };
+        engine.core().view.parts[0].mark_damaged();
+        let merging = engine.merging.lock().unwrap();
+        engine.maintain().unwrap();
+        assert_eq!(damaged(), 1);
+        drop(merging);
+        engine.maintain().unwrap();
+        assert_eq!(damaged(), 0);
+    }
+
+    /// Seals a few segments of a filter.
+    fn fill(log: &DedupLog) {
+        let options = NamespaceOptions::new().retention(RETENTION);
+        let filter = log.filter("f", options.outcome_bytes_max(0)).unwrap();
+        let buffered = ObserveOptions::new().durability(Durability::Buffered);
+        for n in 0..80 {
+            let key = format!("{n:0>200}");
+            assert!(filter.observe_with(key, &buffered).unwrap().is_new());
+        }
+        log.maintain().unwrap();
+    }
+
+    /// Story: a claim lay in a segment that was due, and its commit was appended, so it was not
+    /// carried over. Then the write of the commit failed and was taken back: the claim was its
+    /// key's newest record again, and went with its segment.
+    #[test]
+    fn a_segment_stays_when_a_write_fails_between_carrying_over_and_dropping() {
+        let (disk, clock) = (
+            SimDisk::new(),
+            Arc::new(ManualClock::new(1_700_000_000_000)),
+        );
+        let (log, jobs) = open(&disk, &clock);
+        let ClaimVerdict::New(claim) = jobs.claim("k").unwrap() else {
+            panic!("it is new")
+        };
+        fill(&log);
+        log.sync().unwrap();
+        clock.advance_ms(2 * 60_000);
+
+        let engine = &log.handle.engine;
+        let commit = Commit::new("done");
+        jobs.commit_undurable(&claim.0.key, claim.0.epoch, &commit)
+            .unwrap();
+        // What a sweep does, step by step.
+        let mut upkeep = engine.maintenance();
+        let (view, failures) = {
+            let core = engine.core();
+            (core.view.clone(), core.failures)
+        };
+        let (id, sealed) = view.sealed.first_key_value().unwrap();
+        let carried = || engine.counters.carried.get();
+        engine
+            .carry_over(&mut upkeep, sealed, Carry::Unsettled)
+            .unwrap();
+        assert_eq!(carried(), 0, "its commit has superseded it");
+        disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace).only(Op::Write));
+        assert!(engine.sync_all().is_err());
+        let gone = BTreeSet::from([*id]);
+        let dropped = engine.drop_segments(&mut upkeep, &gone, failures).unwrap();
+        assert!(!dropped, "the claim would be lost");
+        drop(upkeep);
+        let state = jobs.get("k").unwrap();
+        assert!(matches!(state, KeyState::Pending { .. }), "{state:?}");
+
+        // The next sweep looks again, and carries it over.
+        log.maintain().unwrap();
+        assert!(log.stats().drops_count > 0);
+        assert_eq!(carried(), 1);
+        let (_log, jobs) = open(&disk.after_power_cut(&mut PowerCut::drop_all()), &clock);
+        let state = jobs.get("k").unwrap();
+        assert!(matches!(state, KeyState::Pending { .. }), "{state:?}");
     }
 }

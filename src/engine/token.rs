@@ -8,7 +8,6 @@
 //! D. What is forged, unknown or wrongly bound is refused before any lock or read.
 
 use std::fmt;
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::claim::{Claim, ClaimVerdict, Commit};
@@ -383,11 +382,7 @@ impl DedupLog {
         }
         let name = format!("{NAMESPACE_PREFIX}{name}");
         let used = self.namespace::<Internal>(&name, options.namespace())?;
-        // One at a time: nobody finds the policy's key busy.
-        let opening = self.handle.opening_tokens.lock();
-        let opening = opening.unwrap_or_else(PoisonError::into_inner);
         declare(&used, options.policy)?;
-        drop(opening);
         let hash_key = engine.catalog().manifest().hash_key;
         Ok(Tokens {
             keys: TokenKeys::new(&hash_key, engine.store, used.space.id),
@@ -397,21 +392,30 @@ impl DedupLog {
     }
 }
 
-/// Writes the policy of a new name, or compares it.
+/// Writes the policy of a new name, or compares it. Whoever finds others at it waits for them, as
+/// for any key: no lock is held over the flush, so the waker of a task that the flush has served
+/// may open tokens, too.
 fn declare(used: &Namespace<Internal>, policy: TokenPolicy) -> Result<()> {
-    let found = match used.claim(POLICY_KEY)? {
-        ClaimVerdict::New(mut claim)
-        | ClaimVerdict::Takeover { mut claim, .. }
-        | ClaimVerdict::Retry { mut claim, .. } => {
-            let commit = Commit::new(policy.name()).retention(Retention::Forever);
-            match claim.commit_with(commit)? {
-                CommitVerdict::Committed { .. } | CommitVerdict::AlreadyCommitted => return Ok(()),
-                CommitVerdict::Conflict { current, .. } => Some(current),
-                CommitVerdict::Fenced { .. } | CommitVerdict::CellConflict { .. } => None,
+    let found = loop {
+        // Who declares it has ended, or is gone, within its lease.
+        break match used.claim_wait(POLICY_KEY, used.space.options.lease)? {
+            ClaimVerdict::New(mut claim)
+            | ClaimVerdict::Takeover { mut claim, .. }
+            | ClaimVerdict::Retry { mut claim, .. } => {
+                let commit = Commit::new(policy.name()).retention(Retention::Forever);
+                match claim.commit_with(commit)? {
+                    CommitVerdict::Committed { .. } | CommitVerdict::AlreadyCommitted => {
+                        return Ok(());
+                    }
+                    CommitVerdict::Conflict { current, .. } => Some(current),
+                    // The lease has lapsed in between, and somebody has taken over.
+                    CommitVerdict::Fenced { .. } => continue,
+                    CommitVerdict::CellConflict { .. } => None,
+                }
             }
-        }
-        ClaimVerdict::Duplicate(done) => Some(done),
-        _ => None,
+            ClaimVerdict::Duplicate(done) => Some(done),
+            _ => None,
+        };
     };
     let found = found.as_ref().and_then(|done| done.outcome.bytes());
     if found == Some(policy.name().as_bytes()) {

@@ -122,10 +122,11 @@ fn conflict(code: &'static str, detail: &'static str) -> Problem {
     Problem::new(StatusCode::CONFLICT, code, detail)
 }
 
-fn in_flight(lease_left: Duration) -> Response<HttpBody> {
+/// What is left of a lease is the latest moment, not the likely one, so a long one is cut.
+fn in_flight(lease_left: Duration, after_max: Duration) -> Response<HttpBody> {
     let detail = "a request with this key is being carried out";
     conflict("in-flight", detail)
-        .retry_after(lease_left)
+        .retry_after(lease_left.min(after_max))
         .response()
 }
 
@@ -172,36 +173,39 @@ fn replay(done: &Done) -> Response<HttpBody> {
     problem.response()
 }
 
-/// Answers a request whose effect must not run.
-pub(super) fn refused(verdict: &RunVerdict) -> Response<HttpBody> {
+/// Answers a request whose effect must not run. `after_max` bounds how long a client is told to
+/// wait for somebody else's request.
+pub(super) fn refused(verdict: &RunVerdict, after_max: Duration) -> Response<HttpBody> {
     match verdict {
-        RunVerdict::Busy { lease_left, .. } => in_flight(*lease_left),
+        RunVerdict::Busy { lease_left, .. } => in_flight(*lease_left, after_max),
         RunVerdict::Replayed(done) => replay(done),
         RunVerdict::Backoff { after, .. } => backoff(*after),
         RunVerdict::Rejected { .. } => rejected(),
         RunVerdict::Dead { .. } => dead(),
         RunVerdict::InDoubt(_) => in_doubt(),
         RunVerdict::Mismatch => other_payload(),
-        RunVerdict::Ran { commit, .. } => lost(commit).unwrap_or_else(|| in_flight(Duration::ZERO)),
-        RunVerdict::Failed { state } => of_state(state),
+        RunVerdict::Ran { commit, .. } => {
+            lost(commit, after_max).unwrap_or_else(|| in_flight(Duration::ZERO, after_max))
+        }
+        RunVerdict::Failed { state } => of_state(state, after_max),
     }
 }
 
 /// Answers a request whose claim was lost before its response was recorded: what others recorded
 /// is the response. `None` if it was not lost.
-pub(super) fn lost(commit: &CommitVerdict) -> Option<Response<HttpBody>> {
+pub(super) fn lost(commit: &CommitVerdict, after_max: Duration) -> Option<Response<HttpBody>> {
     match commit {
         CommitVerdict::Committed { .. } | CommitVerdict::AlreadyCommitted => None,
         CommitVerdict::Conflict { current, .. } => Some(replay(current)),
-        CommitVerdict::Fenced { current, .. } => Some(of_state(current)),
-        CommitVerdict::CellConflict { .. } => Some(in_flight(Duration::ZERO)),
+        CommitVerdict::Fenced { current, .. } => Some(of_state(current, after_max)),
+        CommitVerdict::CellConflict { .. } => Some(in_flight(Duration::ZERO, after_max)),
     }
 }
 
-pub(super) fn of_state(state: &KeyState) -> Response<HttpBody> {
+pub(super) fn of_state(state: &KeyState, after_max: Duration) -> Response<HttpBody> {
     match state {
         KeyState::Done(done) => replay(done),
-        KeyState::Pending { lease_left, .. } => in_flight(*lease_left),
+        KeyState::Pending { lease_left, .. } => in_flight(*lease_left, after_max),
         KeyState::Failed { retry_after, .. } => backoff(*retry_after),
         KeyState::Rejected { .. } => rejected(),
         KeyState::Dead { .. } => dead(),

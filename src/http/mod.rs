@@ -25,11 +25,16 @@ pub use stored::StoredResponse;
 
 use crate::engine::class::EffectClass;
 use crate::engine::namespace::{ClaimOptions, Namespace};
+use crate::options::LEASE_DEFAULT;
 
 /// The longest `Idempotency-Key`, in bytes, if nothing else is set.
 pub const HTTP_KEY_BYTES_DEFAULT: usize = 255;
 /// The largest body of a request with a key, in bytes, if nothing else is set.
 pub const HTTP_BODY_BYTES_DEFAULT: usize = 1024 * 1024;
+/// How long a client is told at most to wait for a request that is being carried out, if nothing
+/// else is set: as long as [`LEASE_DEFAULT`](crate::LEASE_DEFAULT), 60 s. A longer lease is for an
+/// owner that may hang, not for one that works; a client that asks once a minute costs a look-up.
+pub const HTTP_RETRY_AFTER_DEFAULT: Duration = LEASE_DEFAULT;
 
 /// The headers of a response that are kept and given again, if nothing else is set. `Set-Cookie`
 /// is not among them, nor is anything about the connection or the moment.
@@ -64,6 +69,7 @@ struct Settings {
     key_bytes_max: usize,
     body_bytes_max: usize,
     wait: Option<Duration>,
+    retry_after_max: Duration,
     claim: ClaimOptions,
     kept_headers: Vec<HeaderName>,
 }
@@ -94,6 +100,7 @@ impl<C: EffectClass> IdempotencyLayer<C> {
             key_bytes_max: HTTP_KEY_BYTES_DEFAULT,
             body_bytes_max: HTTP_BODY_BYTES_DEFAULT,
             wait: None,
+            retry_after_max: HTTP_RETRY_AFTER_DEFAULT,
             claim: ClaimOptions::new(),
             kept_headers: KEPT_HEADERS_DEFAULT.to_vec(),
         };
@@ -139,6 +146,16 @@ impl<C: EffectClass> IdempotencyLayer<C> {
     #[must_use]
     pub fn wait(mut self, deadline: Duration) -> Self {
         self.settings.wait = Some(deadline);
+        self
+    }
+
+    /// Sets the largest `Retry-After` of a copy that is answered 409 because the request is being
+    /// carried out; it is told whole seconds, and at least one. Default:
+    /// [`HTTP_RETRY_AFTER_DEFAULT`]. The pause after a failure (503) is told as it is: before it
+    /// is over, nothing is carried out.
+    #[must_use]
+    pub fn retry_after_max(mut self, after: Duration) -> Self {
+        self.settings.retry_after_max = after;
         self
     }
 

@@ -214,6 +214,7 @@ impl<C: EffectClass> Desk<C> {
         &self,
         keyed: Keyed,
     ) -> Result<std::result::Result<(Started<C>, Attempt), Box<Response<HttpBody>>>> {
+        let after_max = self.settings.retry_after_max;
         let options = self.settings.claim.clone().fingerprint(keyed.fingerprint);
         let namespace = &self.namespace;
         let verdict = match self.settings.wait {
@@ -226,7 +227,7 @@ impl<C: EffectClass> Desk<C> {
         };
         let (claim, attempt) = match namespace.attempt(verdict) {
             Ok(begun) => begun,
-            Err(verdict) => return Ok(Err(Box::new(answer::refused(&verdict)))),
+            Err(verdict) => return Ok(Err(Box::new(answer::refused(&verdict, after_max)))),
         };
         // The other classes write no start: a crash is the same with and without one.
         if !C::KIND.starts_durably() {
@@ -234,7 +235,9 @@ impl<C: EffectClass> Desk<C> {
         }
         match claim.start_async(&keyed.evidence).await {
             Ok(started) => Ok(Ok((started, attempt))),
-            Err(StartError::Fenced { current }) => Ok(Err(Box::new(answer::of_state(&current)))),
+            Err(StartError::Fenced { current }) => {
+                Ok(Err(Box::new(answer::of_state(&current, after_max))))
+            }
             Err(StartError::Failed { error, .. }) => Err(error),
         }
     }
@@ -249,10 +252,11 @@ impl<C: EffectClass> Desk<C> {
         B: Body<Data = Bytes> + Send + 'static,
         B::Error: Into<BoxError>,
     {
+        let after_max = self.settings.retry_after_max;
         if let Some(failure) = failure(&response) {
             return Ok(match started.fail_async(failure).await? {
                 Change::Applied(_) => response.map(HttpBody::passed),
-                Change::Fenced { current } => answer::of_state(&current),
+                Change::Fenced { current } => answer::of_state(&current, after_max),
             });
         }
         let (outcome, response) = self.outcome(response).await;
@@ -261,7 +265,7 @@ impl<C: EffectClass> Desk<C> {
             None => Commit::without_outcome(),
         };
         let verdict = started.commit_with_async(commit).await?;
-        Ok(answer::lost(&verdict).unwrap_or(response))
+        Ok(answer::lost(&verdict, after_max).unwrap_or(response))
     }
 
     /// Returns the outcome that stands for a response, and the response with a body to pass on.

@@ -2,139 +2,167 @@
 //!
 //! A waiter listens, looks, and only then sleeps: whoever changes what it looks at rings
 //! afterwards, so either the look sees the change or the sleep ends at once.
+//!
+//! Safety property:
+//! A. The bell's own lock is held over no foreign code: a waker is cloned, run and dropped without
+//!    it. A waker may poll the task, or drop it, before it returns.
 
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::sync::PoisonError;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-#[cfg(not(all(test, idemlog_shuttle)))]
-use self::events as made_of;
-#[cfg(all(test, idemlog_shuttle))]
-use self::scheduled as made_of;
+use super::sync::primitives::{Arc, Condvar, Mutex, MutexGuard};
 
 /// The bell of one waiter. A ring that nobody listens for is lost.
 #[derive(Debug, Default)]
-pub(crate) struct Bell(made_of::Event);
+pub(crate) struct Bell(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    rung: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    rings: u64,
+    /// Of the task that was polled last.
+    waker: Option<Waker>,
+}
+
+impl Shared {
+    /// A panic elsewhere does not tear the state: every change is one assignment.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl Bell {
     /// Hears every ring from here on.
     pub(crate) fn listen(&self) -> Listening {
-        Listening(self.0.listen())
+        let heard = self.0.state().rings;
+        let bell = Arc::clone(&self.0);
+        Listening { bell, heard }
     }
 
     /// Wakes who listens. It may run the waker of a task: call it with no lock held.
     pub(crate) fn ring(&self) {
-        self.0.ring();
+        let waker = {
+            let mut state = self.0.state();
+            state.rings += 1;
+            state.waker.take()
+        };
+        self.0.rung.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
     }
 }
 
 /// Somebody who listens, until the first ring. As a future it never blocks.
 #[derive(Debug)]
-pub(crate) struct Listening(made_of::Listener);
+pub(crate) struct Listening {
+    bell: Arc<Shared>,
+    /// How often the bell had rung before.
+    heard: u64,
+}
 
 impl Listening {
-    /// Sleeps until the bell rings or the time is over; `None`: as long as it takes.
+    /// Sleeps until the bell rings or the time is over; `None`: as long as it takes. It may end
+    /// early: whoever sleeps looks again.
     pub(crate) fn sleep(self, time: Option<Duration>) {
-        self.0.sleep(time);
+        let mut state = self.bell.state();
+        while state.rings == self.heard {
+            state = match time {
+                // Under the scheduler no time passes.
+                Some(time) if cfg!(not(all(test, idemlog_shuttle))) => {
+                    drop(self.bell.rung.wait_timeout(state, time));
+                    return;
+                }
+                _ => {
+                    let woken = self.bell.rung.wait(state);
+                    woken.unwrap_or_else(PoisonError::into_inner)
+                }
+            };
+        }
     }
 }
 
 impl Future for Listening {
     type Output = ();
 
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
-        self.0.poll(cx)
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        // Upholds A: the former waker is dropped behind the lock.
+        let waker = cx.waker().clone();
+        let (former, answer) = {
+            let mut state = self.bell.state();
+            if state.rings == self.heard {
+                (state.waker.replace(waker), Poll::Pending)
+            } else {
+                (Some(waker), Poll::Ready(()))
+            }
+        };
+        drop(former);
+        answer
     }
 }
 
-/// The bell that ships.
-#[cfg(not(all(test, idemlog_shuttle)))]
-mod events {
-    use super::{Context, Duration, Future, Pin, Poll};
-    use event_listener::{EventListener, Listener as _};
+#[cfg(all(test, not(idemlog_shuttle)))]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+    use std::sync::{Arc, Mutex};
+    use std::task::Wake;
 
-    #[derive(Debug, Default)]
-    pub(super) struct Event(event_listener::Event);
+    /// A waker that polls what it wakes, and drops it when it is ready, before it returns.
+    struct Inline {
+        task: Mutex<Option<Listening>>,
+        told: Mutex<mpsc::Sender<bool>>,
+    }
 
-    impl Event {
-        pub(super) fn listen(&self) -> Listener {
-            Listener(self.0.listen())
-        }
-
-        pub(super) fn ring(&self) {
-            self.0.notify(1);
+    impl Wake for Inline {
+        fn wake(self: Arc<Self>) {
+            let task = self.task.lock().expect("no test panics here").take();
+            let mut task = task.expect("one ring");
+            let waker = Waker::from(Arc::clone(&self));
+            let polled = Pin::new(&mut task).poll(&mut Context::from_waker(&waker));
+            drop(task);
+            let told = self.told.lock().expect("no test panics here");
+            told.send(polled.is_ready()).unwrap_or_default();
         }
     }
 
-    #[derive(Debug)]
-    pub(super) struct Listener(EventListener);
-
-    impl Listener {
-        pub(super) fn sleep(self, time: Option<Duration>) {
-            match time {
-                Some(time) => drop(self.0.wait_timeout(time)),
-                None => self.0.wait(),
-            }
-        }
-
-        pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-            Pin::new(&mut self.0).poll(cx)
-        }
-    }
-}
-
-/// The same out of what a scheduler can interleave. Time does not pass there: whoever sleeps for a
-/// time sleeps until it is rung.
-#[cfg(all(test, idemlog_shuttle))]
-mod scheduled {
-    use super::{Context, Duration, Poll};
-    use shuttle::sync::{Arc, Condvar, Mutex};
-    use std::task::Waker;
-
-    #[derive(Debug, Default)]
-    struct State {
-        rings: u64,
-        wakers: Vec<Waker>,
+    /// Story: the bell's lock was held while the waker ran, so a waker that polled its task, or
+    /// dropped it, waited for itself.
+    #[test]
+    fn a_waker_may_poll_and_drop_its_task_at_once() {
+        let (told, polled) = mpsc::channel();
+        let bell = Bell::default();
+        let mut listening = bell.listen();
+        let inline = Arc::new(Inline {
+            task: Mutex::default(),
+            told: Mutex::new(told),
+        });
+        let waker = Waker::from(Arc::clone(&inline));
+        let mut context = Context::from_waker(&waker);
+        assert!(Pin::new(&mut listening).poll(&mut context).is_pending());
+        *inline.task.lock().unwrap() = Some(listening);
+        let ringing = std::thread::Builder::new().spawn(move || bell.ring());
+        let polled = polled.recv_timeout(Duration::from_secs(20));
+        assert_eq!(polled, Ok(true), "the waker is stuck");
+        ringing.unwrap().join().unwrap();
     }
 
-    #[derive(Debug, Default)]
-    pub(super) struct Event(Arc<(Mutex<State>, Condvar)>);
-
-    impl Event {
-        pub(super) fn listen(&self) -> Listener {
-            let heard = self.0.0.lock().unwrap().rings;
-            Listener(Arc::clone(&self.0), heard)
-        }
-
-        pub(super) fn ring(&self) {
-            let mut state = self.0.0.lock().unwrap();
-            state.rings += 1;
-            let wakers = std::mem::take(&mut state.wakers);
-            drop(state);
-            self.0.1.notify_all();
-            wakers.into_iter().for_each(Waker::wake);
-        }
-    }
-
-    #[derive(Debug)]
-    pub(super) struct Listener(Arc<(Mutex<State>, Condvar)>, u64);
-
-    impl Listener {
-        pub(super) fn sleep(self, _time: Option<Duration>) {
-            let mut state = self.0.0.lock().unwrap();
-            while state.rings == self.1 {
-                state = self.0.1.wait(state).unwrap();
-            }
-        }
-
-        pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-            let mut state = self.0.0.lock().unwrap();
-            if state.rings != self.1 {
-                return Poll::Ready(());
-            }
-            state.wakers.push(cx.waker().clone());
-            Poll::Pending
-        }
+    #[test]
+    fn rings_before_the_listening_are_not_heard_and_later_ones_are() {
+        let bell = Bell::default();
+        bell.ring();
+        let listening = bell.listen();
+        let early = bell.listen();
+        early.sleep(Some(Duration::from_millis(1)));
+        bell.ring();
+        listening.sleep(None);
     }
 }

@@ -8,7 +8,8 @@
 //!    as there are waiters.
 //! D. A task never leads: whoever polls it has a thread that waits in its place (see
 //!    `engine/future.rs`). It is registered before it looks, and rung behind every change that may
-//!    end its wait. No lock is held then: a ring may run the task's waker.
+//!    end its wait. No lock is held then: a ring may run the task's waker. Who leads with locks
+//!    held leaves the ring to whoever calls [`Syncer::ring_owed`] once they are released.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -24,13 +25,13 @@ pub(crate) mod primitives {
     #[cfg(all(test, idemlog_shuttle))]
     pub(crate) use shuttle::{
         sync::atomic::{AtomicBool, AtomicU8, AtomicUsize},
-        sync::{Arc, Mutex, MutexGuard},
+        sync::{Arc, Condvar, Mutex, MutexGuard},
         thread::{Thread, current, park},
     };
     #[cfg(not(all(test, idemlog_shuttle)))]
     pub(crate) use std::{
         sync::atomic::{AtomicBool, AtomicU8, AtomicUsize},
-        sync::{Arc, Mutex, MutexGuard},
+        sync::{Arc, Condvar, Mutex, MutexGuard},
         thread::{Thread, current, park},
     };
 
@@ -112,6 +113,15 @@ impl FailureCount {
     pub(crate) fn new(failures: usize) -> Self {
         FailureCount(failures)
     }
+}
+
+/// Who rings for the tasks that a flush has served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Rings {
+    /// Its leader does, which holds no lock.
+    Now,
+    /// Its leader holds locks: they are rung behind those.
+    Owed,
 }
 
 /// Why a wait ended without the position being durable.
@@ -234,11 +244,32 @@ impl Syncer {
     }
 
     /// Waits until everything below `target` is durable. Whoever finds no leader calls `lead`,
-    /// which flushes and returns the position reached; an `Err` poisons.
+    /// which flushes and returns the position reached; an `Err` poisons. Call it with no lock
+    /// held: it rings for the tasks that its flush has served.
     pub(crate) fn wait<E>(
         &self,
         target: Position,
         appended_at: FailureCount,
+        lead: impl FnMut() -> Result<Position, E>,
+    ) -> Result<(), Result<WaitError, E>> {
+        self.wait_and(target, appended_at, Rings::Now, lead)
+    }
+
+    /// The same for a caller that holds locks and calls [`Syncer::ring_owed`] behind them (D).
+    pub(crate) fn wait_held<E>(
+        &self,
+        target: Position,
+        appended_at: FailureCount,
+        lead: impl FnMut() -> Result<Position, E>,
+    ) -> Result<(), Result<WaitError, E>> {
+        self.wait_and(target, appended_at, Rings::Owed, lead)
+    }
+
+    fn wait_and<E>(
+        &self,
+        target: Position,
+        appended_at: FailureCount,
+        rings: Rings,
         mut lead: impl FnMut() -> Result<Position, E>,
     ) -> Result<(), Result<WaitError, E>> {
         let mut state = self.state();
@@ -266,11 +297,11 @@ impl Syncer {
                     }
                     wake_served(&mut state);
                     promote(&mut state);
-                    state = self.ring_unlocked(state);
+                    state = self.ring_unlocked(state, rings);
                 }
                 Err(error) => {
                     promote(&mut state);
-                    state = self.ring_unlocked(state);
+                    state = self.ring_unlocked(state, rings);
                     // A write of later records may have failed and been taken back while this
                     // one was in the file already: then the flush is still to be done.
                     match judge(&state, target, appended_at) {
@@ -285,8 +316,12 @@ impl Syncer {
     }
 
     /// Rings for tasks without the lock; without tasks it is not let go.
-    fn ring_unlocked<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        if state.tasks.is_empty() {
+    fn ring_unlocked<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        rings: Rings,
+    ) -> MutexGuard<'a, State> {
+        if state.tasks.is_empty() || rings == Rings::Owed {
             return state;
         }
         drop(state);
@@ -563,6 +598,15 @@ mod tests {
                 });
             }
 
+            /// The same for a caller that holds locks, behind which the rings are paid.
+            fn append_held(&self, record: u32) {
+                self.append_and(record, |target, count| {
+                    let waited = self.syncer.wait_held(target, count, || self.lead());
+                    self.syncer.ring_owed();
+                    waited
+                });
+            }
+
             /// The same as a task, whose flushes another thread leads.
             fn append_as_task(&self, record: u32) {
                 self.append_and(record, |target, count| {
@@ -654,7 +698,7 @@ mod tests {
         }
 
         /// Tasks beside a thread that flushes for itself, and the one that flushes for them.
-        fn tasks(name: &str, faults: Faults, tasks: u32) {
+        fn tasks(name: &str, faults: Faults, tasks: u32, beside: fn(&World, u32)) {
             explore(name, move || {
                 let world = Arc::new(World::new(faults));
                 let spawn = |body: fn(&World, u32), n: u32| {
@@ -665,7 +709,7 @@ mod tests {
                 let mut all: Vec<_> = (0..tasks)
                     .map(|n| spawn(World::append_as_task, n))
                     .collect();
-                all.push(spawn(World::append, tasks));
+                all.push(spawn(beside, tasks));
                 all.into_iter().for_each(|thread| thread.join().unwrap());
                 world.asked.lock().unwrap().1 = true;
                 world.changed.notify_one();
@@ -675,12 +719,27 @@ mod tests {
 
         #[test]
         fn tasks_are_rung_when_they_are_served() {
-            tasks("syncer, tasks", Faults::None, 3);
+            tasks("syncer, tasks", Faults::None, 3, World::append);
+        }
+
+        #[test]
+        fn tasks_are_rung_behind_the_locks_of_who_leads() {
+            tasks("syncer, tasks, held", Faults::None, 3, World::append_held);
+        }
+
+        #[test]
+        fn failing_writes_and_flushes_behind_locks_lose_no_task() {
+            tasks(
+                "syncer, tasks, held, fail",
+                Faults::Both,
+                3,
+                World::append_held,
+            );
         }
 
         #[test]
         fn failing_writes_and_flushes_lose_no_task() {
-            tasks("syncer, tasks, both fail", Faults::Both, 3);
+            tasks("syncer, tasks, both fail", Faults::Both, 3, World::append);
         }
 
         #[test]

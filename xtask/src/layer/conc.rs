@@ -11,7 +11,7 @@ use crate::context::{Context, Fallible, Outcome};
 use crate::process;
 
 /// Tests that explore interleavings; each gets an equal share.
-const TESTS_COUNT: u64 = 13;
+const TESTS_COUNT: u64 = 15;
 const TIME_MAX: Duration = Duration::from_secs(24 * 3600);
 
 pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
