@@ -326,6 +326,19 @@ impl TrustedTime {
         }
     }
 
+    /// Takes over what another process of this boot has pushed (A).
+    pub(crate) fn adopt(&self, clock: &dyn Clock, anchor: Anchor) {
+        let boot_ms = clock.read().boot_ms;
+        if anchor.boot_id != self.boot_id || boot_ms < anchor.boot_ms {
+            return;
+        }
+        let mut state = self.state();
+        let ahead = i128::from(anchor.trusted_ms) - i128::from(anchor.boot_ms);
+        state.ahead_ms = state.ahead_ms.max(ahead);
+        state.slack_used_ms = state.slack_used_ms.max(anchor.slack_used_ms);
+        self.publish(&state);
+    }
+
     /// Returns what to make durable, so that the next opener continues from here, with a push
     /// that is to count from now on.
     pub(crate) fn anchor(&self, clock: &dyn Clock, push_ms: u64, confirmed: bool) -> Anchor {

@@ -83,8 +83,8 @@ pub use options::{
     Durability, Event, EventCallback, FLUSH_INTERVAL_DEFAULT, LEASE_DEFAULT, NamespaceOptions,
     OUTCOME_BYTES_DEFAULT, OpenMode, Options, ProgressCallback, RETENTION_DEFAULT, Retention,
     SEGMENT_BYTES_DEFAULT, SEGMENT_BYTES_FIRST, SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN,
-    STRETCHES_MAX, SYNC_INTERVAL_DEFAULT, UNSETTLED_COUNT_DEFAULT, WALL_JUMP_DEFAULT,
-    WatermarkOptions, WhenFull, ZeroFill,
+    STRETCHES_MAX, SYNC_INTERVAL_DEFAULT, TURN_TIMEOUT_DEFAULT, UNSETTLED_COUNT_DEFAULT,
+    WALL_JUMP_DEFAULT, WatermarkOptions, WhenFull, ZeroFill,
 };
 pub use position::Position;
 pub use stamp::Stamp;
@@ -114,6 +114,7 @@ pub mod testing {
 #[doc = include_str!("../docs/keys.md")]
 #[doc = include_str!("../docs/acks.md")]
 #[cfg_attr(feature = "token", doc = include_str!("../docs/tokens.md"))]
+#[doc = include_str!("../docs/shared.md")]
 #[doc = include_str!("../docs/waiting.md")]
 #[cfg_attr(feature = "tower", doc = include_str!("../docs/http.md"))]
 #[cfg_attr(feature = "testing", doc = include_str!("../docs/testing.md"))]

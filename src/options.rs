@@ -24,6 +24,8 @@ pub const FLUSH_INTERVAL_DEFAULT: Duration = Duration::from_millis(10);
 pub const SYNC_INTERVAL_DEFAULT: Duration = Duration::from_secs(1);
 /// The default bound on unsettled entries (claims, starts, keys in doubt): 1,000,000.
 pub const UNSETTLED_COUNT_DEFAULT: usize = 1_000_000;
+/// The default time that a call of a shared store waits for another process: 10 s.
+pub const TURN_TIMEOUT_DEFAULT: Duration = Duration::from_secs(10);
 /// The default bound on a push of trusted time by the wall clock after a reboot: 24 h.
 pub const WALL_JUMP_DEFAULT: Duration = Duration::from_secs(24 * 3600);
 /// The default lease of a claim: 60 s.
@@ -186,6 +188,8 @@ pub struct Options {
     pub(crate) unsettled_count_max: usize,
     pub(crate) wall_jump_max: Duration,
     pub(crate) lock_timeout: Duration,
+    pub(crate) shared: bool,
+    pub(crate) turn_timeout: Duration,
     pub(crate) background: bool,
     pub(crate) network_allowed: bool,
     pub(crate) mode: OpenMode,
@@ -212,6 +216,8 @@ impl Default for Options {
             unsettled_count_max: UNSETTLED_COUNT_DEFAULT,
             wall_jump_max: WALL_JUMP_DEFAULT,
             lock_timeout: Duration::ZERO,
+            shared: false,
+            turn_timeout: TURN_TIMEOUT_DEFAULT,
             background: true,
             network_allowed: false,
             mode: OpenMode::Strict,
@@ -312,6 +318,22 @@ impl Options {
         self
     }
 
+    /// Opens the store together with other processes of this host, which must share it, too: a key
+    /// is then a duplicate whichever process has seen it. Every call takes its turn among them, and
+    /// `Buffered` is served as `Process`. See `docs/shared.md`. Default: the opener has the store
+    /// for itself.
+    pub fn shared(mut self, shared: bool) -> Self {
+        self.shared = shared;
+        self
+    }
+
+    /// Sets how long a call waits at the most for another process of a shared store, which may be
+    /// stopped in the middle of its own: then it is `Locked`. Default: 10 seconds.
+    pub fn turn_timeout(mut self, timeout: Duration) -> Self {
+        self.turn_timeout = timeout;
+        self
+    }
+
     /// Allows a store on a network file system, where locks and flushes may not hold what the
     /// guarantees need. Default: refused.
     pub fn allow_network_file_system(mut self, allowed: bool) -> Self {
@@ -383,6 +405,11 @@ impl Options {
         }
         if self.unsettled_count_max == 0 {
             return Err(Error::invalid("unsettled_count_max must be at least 1"));
+        }
+        if self.shared && self.mode == OpenMode::Salvage {
+            return Err(Error::invalid(
+                "a damaged store is opened to salvage by one process: leave out shared",
+            ));
         }
         Ok(())
     }

@@ -90,6 +90,21 @@ impl Stamps {
         Some(Stamp(self.generation << COUNTER_BITS | self.counter))
     }
 
+    /// Goes on behind a stamp that another process has given out: what it had reserved for that is
+    /// durable.
+    pub(crate) fn follow(&mut self, stamp: Stamp) {
+        let (generation, counter) = (stamp.generation(), stamp.0 & COUNTER_MAX);
+        if (generation, counter) > (self.generation, self.counter) {
+            (self.generation, self.counter) = (generation, counter);
+            self.reserved = self.reserved.max(generation);
+        }
+    }
+
+    /// Returns the newest stamp that was given out.
+    pub(crate) fn newest(&self) -> u64 {
+        self.generation << COUNTER_BITS | self.counter
+    }
+
     /// Says that less than half of the reservation is left: time to reserve ahead.
     pub(crate) fn runs_low(&self) -> bool {
         self.reserved - self.generation < GENERATIONS_RESERVED / 2
@@ -120,6 +135,20 @@ mod tests {
         let third = stamps.take().unwrap();
         assert!(third > second);
         assert_eq!(third.generation(), 11);
+    }
+
+    #[test]
+    fn stamps_go_on_behind_those_of_others() {
+        let mut stamps = Stamps::new(10, 26, COUNTER_MAX);
+        let own = stamps.take().unwrap();
+        let theirs = Stamp(40 << COUNTER_BITS | 7);
+        stamps.follow(theirs);
+        stamps.follow(own);
+        let next = stamps.take().unwrap();
+        assert_eq!(next.get(), theirs.get() + 1);
+        // Only what they have given out is known to be reserved.
+        stamps.counter = COUNTER_MAX;
+        assert_eq!(stamps.take(), None);
     }
 
     #[test]

@@ -41,6 +41,8 @@ pub struct Stats {
     pub stalls_count: u64,
     /// Failed attempts of background work.
     pub background_failures_count: u64,
+    /// Unfinished writes of processes that died in a shared store, cleared by this one.
+    pub torn_writes_count: u64,
     /// Segments of the log.
     pub segments_count: u64,
     /// Bytes of all segments, as allocated.
@@ -141,6 +143,7 @@ pub(crate) struct Counters {
     pub(crate) evicted: Counter,
     pub(crate) stalls: Counter,
     pub(crate) background_failures: Counter,
+    pub(crate) torn_frames: Counter,
 }
 
 /// One counter.

@@ -56,9 +56,13 @@ mod model;
 #[cfg(feature = "testing")]
 mod order;
 #[cfg(feature = "testing")]
+mod processes;
+#[cfg(feature = "testing")]
 mod repair;
 #[cfg(feature = "testing")]
 mod rings;
+#[cfg(feature = "testing")]
+mod shared;
 mod tidy;
 #[cfg(all(feature = "testing", feature = "token"))]
 mod token;

@@ -50,7 +50,7 @@ impl Engine {
 
     /// Does what a level asks for under the lock, after one or several appends.
     pub(crate) fn finish_append(&self, core: &mut Core, level: Durability) -> Result<()> {
-        match level {
+        match self.write_level(level) {
             Durability::Buffered => {
                 core.promise();
                 if core.writer.unwritten_bytes() >= IMAGE_BYTES_MAX {
@@ -58,8 +58,13 @@ impl Engine {
                 }
                 Ok(())
             }
-            Durability::Process => self.write_out(core),
-            Durability::Power => Ok(()),
+            Durability::Process if self.shared.is_none() => self.write_out(core),
+            Durability::Power if self.shared.is_none() => Ok(()),
+            Durability::Process | Durability::Power => {
+                // Nobody who flushes has anything to write with a mark in front.
+                core.mark(self.syncer.durable(), self.now().trusted_ms);
+                self.write_out(core)
+            }
         }
     }
 
@@ -133,13 +138,18 @@ impl Engine {
     /// The syncer alone says what is durable: the position reached says nothing of a record that
     /// was taken back and whose place another one has taken.
     fn ensure_durable(&self, end: Position, failures: FailureCount) -> Result<()> {
-        self.waited(self.syncer.wait(end, failures, || self.lead()))
+        let end_ms = self.gate_end_ms();
+        self.waited(self.syncer.wait(end, failures, || self.lead(end, end_ms)))
     }
 
     /// The same for a caller that holds `maintenance`: whoever waits for the flush as a task is
     /// rung by [`Engine::pay_waiters`], which the caller's caller calls behind the lock.
     pub(crate) fn ensure_durable_held(&self, end: Position, failures: FailureCount) -> Result<()> {
-        self.waited(self.syncer.wait_held(end, failures, || self.lead()))
+        let end_ms = self.gate_end_ms();
+        self.waited(
+            self.syncer
+                .wait_held(end, failures, || self.lead(end, end_ms)),
+        )
     }
 
     fn waited(&self, waited: std::result::Result<(), Result<WaitError>>) -> Result<()> {
@@ -162,7 +172,11 @@ impl Engine {
     }
 
     /// Flushes everything appended so far, for everybody: the leader's part of a group commit.
-    pub(crate) fn lead(&self) -> Result<Position> {
+    /// `target` is what the leader itself waits for, `end_ms` how long for other processes.
+    pub(crate) fn lead(&self, target: Position, end_ms: u64) -> Result<Position> {
+        if let Some(shared) = &self.shared {
+            return self.lead_shared(shared, target, end_ms);
+        }
         let now = self.now();
         let (segment, frozen, end) = {
             let mut core = self.core();
@@ -197,7 +211,7 @@ impl Engine {
     ///
     /// For the same reason flushes are one at a time, and there is none behind a failed one: of a
     /// leader and a seal that flush the same file at once, only one might be told.
-    fn sync_segment(&self, segment: &SegmentFile) -> Result<()> {
+    pub(super) fn sync_segment(&self, segment: &SegmentFile) -> Result<()> {
         let _one_at_a_time = self.syncer.alone();
         if let Some(error) = self.poison.error() {
             return Err(error.maybe_applied());
@@ -214,7 +228,7 @@ impl Engine {
     /// Makes everything answered so far durable.
     pub(crate) fn sync_all(&self) -> Result<()> {
         let (end, failures) = {
-            let core = self.core();
+            let core = self.turn()?;
             self.check_writable(&core)?;
             (core.writer.end(), FailureCount::new(core.failures))
         };
@@ -315,7 +329,7 @@ mod tests {
         assert!(filter.observe_with("first", &buffered).unwrap().is_new());
         let end = engine.core().writer.end();
         std::thread::scope(|scope| {
-            let held = engine.maintenance();
+            let held = engine.maintenance().unwrap();
             let closing = scope.spawn(|| engine.close());
             // The close has flushed and waits for the upkeep.
             while engine.syncer.durable() < end {

@@ -150,7 +150,12 @@ fn flush_loop(engine: &Engine) {
             std::mem::take(&mut state.flush)
         };
         let result = if asked {
-            engine.flush_for_tasks()
+            let flushed = engine.flush_for_tasks();
+            if flushed.is_err() && engine.poisoned().is_none() {
+                // Another process was in the way: the tasks wait on.
+                engine.background.flush_now();
+            }
+            flushed
         } else {
             engine.flush_due(unsynced >= per_sync)
         };
@@ -270,11 +275,14 @@ impl Engine {
         if self.core().closed {
             return Ok(());
         }
+        if let Some(shared) = &self.shared {
+            return self.close_shared(shared);
+        }
         let synced = match self.poison.error() {
             Some(error) => Err(error),
             None => self.sync_all(),
         };
-        let _one_at_a_time = self.maintenance();
+        let _one_at_a_time = self.upkeep();
         let end = {
             let mut core = self.core();
             if core.closed {

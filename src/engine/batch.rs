@@ -198,7 +198,7 @@ impl Engine {
             let now = self.now();
             let mut no_room = None;
             {
-                let mut core = self.core();
+                let mut core = self.turn().map_err(|e| written.error(e))?;
                 let checked = self.check_writable(&core);
                 checked.map_err(|e| written.error(e))?;
                 let mut ahead = Ahead::new(pass);

@@ -43,6 +43,14 @@ impl Catalog {
         &self.manifest
     }
 
+    /// Reads the manifest again: another process may have replaced it.
+    pub(crate) fn reload(&mut self) -> Result<()> {
+        if let Some(manifest) = read_manifest(self.dir.as_ref())? {
+            self.manifest = manifest;
+        }
+        Ok(())
+    }
+
     /// Changes the manifest and makes the change durable.
     pub(crate) fn edit(
         &mut self,

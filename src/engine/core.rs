@@ -13,8 +13,8 @@ use std::sync::{Arc, Weak};
 
 use crate::format::manifest::SealedEntry;
 use crate::format::record::{
-    KIND_COUNT, Kind, Record, SEAL_BYTES, SYNC_MARK_BYTES, Seal, SyncMark, UNSETTLED_LIST_MAX,
-    encode_unsettled, footer_bytes,
+    FLAG_CARRIED, KIND_COUNT, Kind, Record, SEAL_BYTES, SYNC_MARK_BYTES, Seal, SyncMark,
+    UNSETTLED_LIST_MAX, encode_unsettled, footer_bytes,
 };
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{to_u32, to_usize};
@@ -189,6 +189,10 @@ pub(crate) struct Core {
     promised: bool,
     /// The durable position that the newest sync mark names.
     marked: Position,
+    /// The edit of the manifest that all of this agrees with.
+    pub(crate) edit_seen: u64,
+    /// Following another process has failed in the middle: what was read is not all here.
+    pub(crate) is_behind: bool,
 }
 
 impl Core {
@@ -214,6 +218,8 @@ impl Core {
             undo: Vec::new(),
             tally_written: tally,
             promised: false,
+            edit_seen: 0,
+            is_behind: false,
         }
     }
 
@@ -322,6 +328,36 @@ impl Core {
             });
         }
         position
+    }
+
+    /// Publishes a record that another process has appended (A): it is in the log image and in the
+    /// file.
+    pub(crate) fn take_in(
+        &mut self,
+        record: &Record<'_>,
+        h: u64,
+        offset: u32,
+        older: Option<Position>,
+        entry: Option<UnsettledEntry>,
+    ) {
+        let here = older.filter(|o| o.segment() == self.writer.segment.id);
+        match here.and_then(|o| self.table.replace(h, o.offset(), offset)) {
+            Some(_) => self.tally.superseded_count += 1,
+            None => {
+                self.table.insert(h, offset);
+            }
+        }
+        self.tally.add(record);
+        let settled = older.and_then(|older| self.settle(older));
+        // A copy leaves its owner the lease.
+        let kept = settled.filter(|_| record.flags & FLAG_CARRIED != 0);
+        if let Some(entry) = entry {
+            let entry = kept.map_or(entry, |(_, kept)| kept);
+            self.owed_bytes += u64::from(entry.owed_bytes);
+            self.tally.unsettled_count += 1;
+            let position = Position::new(self.writer.segment.id, offset);
+            self.unsettled.insert(position.get(), entry);
+        }
     }
 
     /// Returns the drop time that a record superseding `older` must carry; `None` if none.

@@ -113,7 +113,7 @@ impl Filter {
             let searched = engine.search(&snapshot, wanted, in_file, &|_| ())?;
             let now = engine.now();
             let asked = self.observation(options, &now);
-            let mut core = engine.core();
+            let mut core = engine.turn()?;
             engine.check_writable(&core)?;
             core.check_namespace(&self.space)?;
             match self.observe_one(&mut core, &snapshot, wanted, searched, &now, asked) {
@@ -193,7 +193,7 @@ impl Filter {
             let asked = self.observation(options, &now);
             let mut no_room = None;
             {
-                let mut core = engine.core();
+                let mut core = engine.turn().map_err(|e| written.error(e))?;
                 let checked = engine.check_writable(&core);
                 let checked = checked.and_then(|()| core.check_namespace(&self.space));
                 checked.map_err(|e| written.error(e))?;

@@ -162,13 +162,14 @@ impl Engine {
             .map(|member| self.wanted_in(member.space, member.key))
             .collect();
         loop {
+            self.refresh()?;
             let located: Vec<Located<Entry>> = wanted
                 .iter()
-                .map(|wanted| self.locate(*wanted, Entry::of_record))
+                .map(|wanted| self.locate_known(*wanted, Entry::of_record))
                 .collect::<Result<_>>()?;
             let now = self.now();
             let tried = {
-                let mut core = self.core();
+                let mut core = self.turn()?;
                 self.check_writable(&core)?;
                 let found = (members, wanted.as_slice(), located);
                 let tried = self.try_group(&mut core, found, now, levels, &mut decide)?;
@@ -419,9 +420,15 @@ pub(crate) fn queued_of(entry: &Entry, position: Position, failures: usize) -> Q
         changed_at: position,
         at_ms: entry.state.at_ms,
         ordering: None,
-        not_before_ms: entry.state.until_ms,
+        // Where somebody was at it, that is when the lease ends.
+        not_before_ms: if entry.state.owner == 0 {
+            entry.state.until_ms
+        } else {
+            0
+        },
         paused_until_ms: 0,
         leased_until_ms: 0,
+        owner: 0,
         parked: entry.kind == Kind::Parked,
     }
 }

@@ -218,6 +218,7 @@ impl DedupLog {
 
     /// Returns the kind of a namespace; `None` if there is no such namespace.
     pub fn kind_of(&self, name: &str) -> Option<NamespaceKind> {
+        self.engine().refresh().unwrap_or_default();
         let core = self.engine().core();
         core.namespaces
             .values()
@@ -227,6 +228,7 @@ impl DedupLog {
 
     /// Lists all namespaces, by name.
     pub fn namespaces(&self) -> Vec<(String, NamespaceKind)> {
+        self.engine().refresh().unwrap_or_default();
         let core = self.engine().core();
         let mut all: Vec<_> = core
             .namespaces
@@ -342,6 +344,7 @@ impl Engine {
             evicted_count: c.evicted.get(),
             stalls_count: c.stalls.get(),
             background_failures_count: c.background_failures.get(),
+            torn_writes_count: c.torn_frames.get(),
             waiters_count: self.waits.count(),
             ..Stats::default()
         };

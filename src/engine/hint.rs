@@ -110,6 +110,7 @@ pub(super) fn read_hint(
         end: hint.end,
         proven: Position::new(segment.id, hint.end).get(),
         trusted_ms: hint.trusted_ms,
+        stamp: 0,
     })
 }
 

@@ -307,7 +307,7 @@ impl<C: EffectClass> Intake<C> {
     pub(super) fn reserve(&self) -> Result<()> {
         let (engine, queue) = (self.engine(), &self.queue.space);
         // Nothing is carried over meanwhile.
-        let _one_at_a_time = engine.maintenance();
+        let _one_at_a_time = engine.maintenance()?;
         let positions: Vec<Position> = {
             let mut core = engine.core();
             let Some(entries) = core.outboxes.get_mut(&queue.id) else {

@@ -14,7 +14,7 @@ impl Engine {
     /// true when it was read.
     pub(crate) fn list_unsettled(&self, in_doubt: bool) -> Result<Vec<Unsettled>> {
         let entries: Vec<(u64, UnsettledEntry, Option<KnownNamespace>)> = {
-            let core = self.core();
+            let core = self.turn()?;
             super::check_open(&core)?;
             core.unsettled
                 .iter()
@@ -62,8 +62,9 @@ impl Engine {
         };
         let env = {
             let core = self.core();
-            let mut env = self.env::<()>(&core, &space, None, now, space.options.retention);
+            let mut env = self.env(&core, &space, None, now, space.options.retention);
             env.deadline_boot_ms = unsettled.deadline_boot_ms;
+            env.alive = self.alive_owner(&entry);
             env
         };
         let state = view(Some(&entry), &env);

@@ -216,7 +216,18 @@ impl Engine {
     }
 
     /// Searches for a key's newest record and extracts from it.
+    #[inline]
     pub(crate) fn locate<T>(
+        &self,
+        wanted: Wanted<'_>,
+        extract: impl Fn(&Record<'_>) -> T,
+    ) -> Result<Located<T>> {
+        self.refresh()?;
+        self.locate_known(wanted, extract)
+    }
+
+    /// The same among what this process has read of the log.
+    pub(crate) fn locate_known<T>(
         &self,
         wanted: Wanted<'_>,
         extract: impl Fn(&Record<'_>) -> T,
@@ -288,7 +299,7 @@ impl Engine {
     }
 
     /// Searches everything behind the active segment.
-    fn search_view<T>(
+    pub(crate) fn search_view<T>(
         &self,
         view: &View,
         wanted: Wanted<'_>,

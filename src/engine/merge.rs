@@ -19,7 +19,7 @@ use super::core::{Part, View};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::filter::FilterKind;
 use crate::format::manifest::RunEntry;
-use crate::format::names::FileName;
+use crate::format::names::{FileName, GateName};
 use crate::format::{times, to_u32};
 use crate::index::build::RunPlan;
 use crate::index::merge::{MergeError, merge};
@@ -39,6 +39,17 @@ impl Engine {
     /// Merges once, if anything is due. Says whether it did.
     pub(crate) fn merge_once(&self) -> Result<bool> {
         let _one_at_a_time = self.merging.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_process = match &self.shared {
+            None => None,
+            Some(shared) => {
+                let gate = shared.try_gate(GateName::Merge, self.clock())?;
+                if gate.is_none() {
+                    return Ok(false);
+                }
+                self.refresh()?;
+                gate
+            }
+        };
         let view = {
             let core = self.core();
             if !self.may_maintain(&core) {
@@ -101,7 +112,7 @@ impl Engine {
 
     /// Puts the merged run in the place of its inputs. `false`: they have changed meanwhile.
     fn replace_runs(&self, inputs: &[Arc<Part>], run: Run) -> Result<bool> {
-        let mut upkeep = self.maintenance();
+        let mut upkeep = self.maintenance()?;
         let is_input = |part: &Arc<Part>| inputs.iter().any(|input| Arc::ptr_eq(input, part));
         let entry = run_entry(&run);
         let still = {
@@ -119,6 +130,13 @@ impl Engine {
             manifest.runs.push(entry);
             manifest.runs.sort_by_key(|run| run.lo);
         })?;
+        if self.shared.is_some() {
+            self.take_over_edit()?;
+            self.counters.merges.add(1);
+            upkeep.left.extend(gone.into_iter().flat_map(file_names));
+            self.remove_left(&mut upkeep)?;
+            return Ok(true);
+        }
         let mut core = self.core();
         let mut view = View::clone(&core.view);
         view.parts.retain(|part| !is_input(part));

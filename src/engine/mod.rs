@@ -17,6 +17,7 @@ pub(crate) mod commit_all;
 mod core;
 pub(crate) mod dispatch;
 pub(crate) mod filter;
+mod follow;
 mod future;
 mod group;
 pub(crate) mod handle;
@@ -25,7 +26,9 @@ pub(crate) mod intake;
 #[cfg(all(test, idemlog_shuttle))]
 mod interleaved;
 pub(crate) mod job;
+mod join;
 mod keep;
+mod lease;
 mod listing;
 pub(crate) mod lock;
 mod lookup;
@@ -43,6 +46,7 @@ mod runs;
 mod salvage;
 mod seal;
 mod settle;
+pub(crate) mod shared;
 #[cfg(feature = "snowflake")]
 pub(crate) mod snowflake;
 mod space;
@@ -51,6 +55,7 @@ pub(crate) mod ticket;
 mod timers;
 #[cfg(feature = "token")]
 pub(crate) mod token;
+mod turn;
 #[cfg(feature = "bincode")]
 mod typed;
 mod update;
@@ -70,6 +75,8 @@ use crate::clock::{Anchor, Clock, Now, TrustedTime};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::StoreId;
 use crate::format::manifest::Manifest;
+use crate::format::names::GateName;
+use crate::format::shared::Cell;
 use crate::index::KeyHash;
 use crate::log::sync::Syncer;
 use crate::log::sync::primitives::{Mutex, MutexGuard};
@@ -119,6 +126,8 @@ pub(crate) struct Engine {
     pub(crate) report: OpenReport,
     /// Why the store is open for reading what is left of it only.
     salvaged: Option<String>,
+    /// What is needed where other processes have the store open, too.
+    pub(crate) shared: Option<shared::Shared>,
 }
 
 impl Engine {
@@ -154,23 +163,91 @@ impl Engine {
         })
     }
 
-    fn maintenance(&self) -> MutexGuard<'_, prepare::Upkeep> {
+    /// Takes the upkeep, among threads and among processes; whoever has it knows what the others
+    /// have done.
+    fn maintenance(&self) -> Result<prepare::Maintaining<'_>> {
+        let end_ms = self.gate_end_ms();
+        let upkeep = self.upkeep();
+        let gate = self.gate(GateName::Upkeep, end_ms)?;
+        if let Some(shared) = &self.shared {
+            self.know_all(shared)?;
+        }
+        Ok(prepare::Maintaining::new(upkeep, gate))
+    }
+
+    /// The same, unless another process is at it.
+    fn try_maintenance(&self) -> Result<Option<prepare::Maintaining<'_>>> {
+        let upkeep = self.upkeep();
+        let Some(shared) = &self.shared else {
+            return Ok(Some(prepare::Maintaining::new(upkeep, None)));
+        };
+        self.check_home()?;
+        let Some(gate) = shared.try_gate(GateName::Upkeep, self.clock())? else {
+            return Ok(None);
+        };
+        self.know_all(shared)?;
+        Ok(Some(prepare::Maintaining::new(upkeep, Some(gate))))
+    }
+
+    fn upkeep(&self) -> MutexGuard<'_, prepare::Upkeep> {
         self.maintenance
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Replaces the manifest. An edit of which nobody knows whether it is on disk poisons.
-    fn edit_manifest(&self, change: impl FnOnce(&mut Manifest)) -> Result<()> {
-        self.edit_manifest_at(self.time.anchor(self.clock(), 0, false), change)
+    /// Makes sure that the manifest is known as it is on disk. Who has replaced it may have died
+    /// before it told anybody, and before it made the replacement durable.
+    fn know_all(&self, shared: &shared::Shared) -> Result<()> {
+        let gate = self.gate(GateName::Edit, self.gate_end_ms())?;
+        let edit = {
+            let mut catalog = self.catalog();
+            catalog.reload()?;
+            catalog.manifest().edit
+        };
+        if shared.read()?.edit < edit {
+            self.dir
+                .sync()
+                .map_err(|e| Error::io("syncing the directory failed", e))?;
+            shared.write(&Cell::Edit(edit))?;
+        }
+        drop(gate);
+        self.refresh()
     }
 
-    fn edit_manifest_at(&self, anchor: Anchor, change: impl FnOnce(&mut Manifest)) -> Result<()> {
+    /// Replaces the manifest. An edit of which nobody knows whether it is on disk poisons.
+    fn edit_manifest(&self, change: impl FnOnce(&mut Manifest)) -> Result<()> {
+        self.edit_manifest_at(None, change)
+    }
+
+    /// The same, and lets the wall clock push trusted time; `Some(true)`: somebody confirmed it.
+    fn edit_manifest_at(
+        &self,
+        push: Option<bool>,
+        change: impl FnOnce(&mut Manifest),
+    ) -> Result<()> {
         self.check_home()?;
-        let edited = self.catalog().edit(|manifest| {
+        let gate = self.gate(GateName::Edit, self.gate_end_ms())?;
+        let mut catalog = self.catalog();
+        if gate.is_some() {
+            // Others may have replaced it since.
+            catalog.reload()?;
+            self.time.adopt(self.clock(), catalog.manifest().anchor);
+        }
+        let confirmed = push.unwrap_or(false);
+        // Others may have pushed it since: asked behind that.
+        let push_ms = push.and_then(|confirmed| self.time.push_due(self.clock(), confirmed));
+        let push_ms = push_ms.unwrap_or(0);
+        let anchor = self.time.anchor(self.clock(), push_ms, confirmed);
+        let edited = catalog.edit(|manifest| {
             manifest.anchor = anchor;
             change(manifest);
         });
+        let edit = catalog.manifest().edit;
+        drop(catalog);
+        if edited.is_ok() {
+            self.edit_is_done(edit, anchor, push_ms, confirmed)?;
+        }
+        drop(gate);
         edited.map_err(|EditError { error, uncertain }| {
             if uncertain {
                 self.poison_with(error.to_string());
@@ -180,15 +257,27 @@ impl Engine {
         })
     }
 
+    /// Tells other processes of an edit, and lets time go on from what it says.
+    fn edit_is_done(&self, edit: u64, anchor: Anchor, push_ms: u64, confirmed: bool) -> Result<()> {
+        let Some(shared) = &self.shared else {
+            self.time.push(push_ms, confirmed);
+            return Ok(());
+        };
+        // Another thread may have followed the edit already: this adds nothing then.
+        self.time.adopt(self.clock(), anchor);
+        shared.write(&Cell::Edit(edit)).map_err(|error| {
+            self.poison_with(error.to_string());
+            error.maybe_applied()
+        })
+    }
+
     /// Lets the wall clock push trusted time ahead, as far as it may be believed or somebody
     /// confirmed it. The push is durable before anything is decided by it.
     pub(crate) fn push_time(&self, confirmed: bool) -> Result<()> {
-        let Some(push_ms) = self.time.push_due(self.clock(), confirmed) else {
+        if self.time.push_due(self.clock(), confirmed).is_none() {
             return Ok(());
-        };
-        let anchor = self.time.anchor(self.clock(), push_ms, confirmed);
-        self.edit_manifest_at(anchor, |_| ())?;
-        self.time.push(push_ms, confirmed);
+        }
+        self.edit_manifest_at(Some(confirmed), |_| ())?;
         self.owe_waiters();
         Ok(())
     }
@@ -208,6 +297,12 @@ impl Engine {
     /// Refuses every write from here on.
     pub(crate) fn poison_with(&self, cause: String) {
         if self.poison.set(cause.clone()) {
+            if let Some(shared) = &self.shared {
+                // Who is not told finds out by the kernel's own report to its file.
+                shared
+                    .write(&Cell::Poison(cause.clone()))
+                    .unwrap_or_default();
+            }
             self.syncer.poison();
             self.owe_waiters();
             self.tell(Event::Poisoned { message: cause });

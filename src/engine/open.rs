@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
+use super::join::open_shared;
 use super::prepare::{create_segment, fill_random, random_u32};
 use super::recovery::recover;
 use super::repair::{Repair, is_readable_damage};
@@ -28,7 +29,7 @@ use crate::vfs::disk::{DiskDir, FileSystem};
 use crate::vfs::{Access, Dir, Lock};
 
 /// How often a held lock is tried again while an open waits for it.
-const LOCK_RETRY: Duration = Duration::from_millis(10);
+pub(super) const LOCK_RETRY: Duration = Duration::from_millis(10);
 
 /// Opens a store in a directory of the file system.
 pub(crate) fn open_path(path: &Path, options: Options) -> Result<Arc<Engine>> {
@@ -79,8 +80,12 @@ pub(crate) fn open_dir(
     options.validate()?;
     let started = options.clock.read().boot_ms;
     look_before_lock(dir.as_ref(), shown, options.create)?;
+    if options.shared {
+        let engine = open_shared(dir, shown, in_place, options)?;
+        return Ok(timed(engine, started));
+    }
     let lock = take_lock(dir.as_ref(), shown, &options, true)?;
-    let mut engine = match options.mode {
+    let engine = match options.mode {
         OpenMode::Strict => recover_or_create(dir, lock, shown, in_place, options)?,
         OpenMode::Salvage => {
             let strict = options.clone();
@@ -93,11 +98,16 @@ pub(crate) fn open_dir(
             }
         }
     };
-    let elapsed = engine.clock().read().boot_ms.saturating_sub(started);
+    Ok(timed(engine, started))
+}
+
+/// Notes how long an open took.
+fn timed(mut engine: Arc<Engine>, started_ms: u64) -> Arc<Engine> {
+    let elapsed = engine.clock().read().boot_ms.saturating_sub(started_ms);
     if let Some(engine) = Arc::get_mut(&mut engine) {
         engine.report.elapsed = Duration::from_millis(elapsed);
     }
-    Ok(engine)
+    engine
 }
 
 /// Refuses the target of a repair that has not finished: part of the log may be missing.
@@ -113,7 +123,7 @@ pub(super) fn refuse_unfinished(names: &[String]) -> Result<()> {
     .in_file(repairing))
 }
 
-fn recover_or_create(
+pub(super) fn recover_or_create(
     dir: Arc<dyn Dir>,
     lock: Box<dyn Lock>,
     shown: &str,
@@ -309,10 +319,13 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
         .list()
         .map_err(|e| Error::io("listing the directory failed", e))?;
     for name in names {
-        use FileName::{Lock, Manifest, Repairing, Reserve, SegmentCopy, Temporary};
+        use FileName::{
+            Gate, Lock, Manifest, Owner, Repairing, Reserve, SegmentCopy, Shared, Temporary,
+        };
         let is_orphan = match FileName::parse(&name) {
-            None | Some(Lock | Manifest | Reserve | Repairing) => false,
-            Some(FileName::ManifestNew | SegmentCopy(_) | Temporary { .. }) => true,
+            None | Some(Lock | Manifest | Reserve | Repairing | Shared | Gate(_)) => false,
+            // Whoever looks for orphans is alone: no other opener is alive.
+            Some(FileName::ManifestNew | SegmentCopy(_) | Temporary { .. } | Owner(_)) => true,
             Some(FileName::Hint(id)) => !open.contains(&id),
             Some(
                 FileName::Run { lo, hi, generation } | FileName::Filter { lo, hi, generation },

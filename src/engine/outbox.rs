@@ -14,7 +14,7 @@ use super::namespace::{Space, to_ms};
 use super::pass::{Rests, later};
 use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{FRAME_BYTES_MAX, Kind, Record};
+use crate::format::record::{FLAG_CARRIED, FRAME_BYTES_MAX, Kind, Record};
 use crate::format::to_usize;
 use crate::key::derive_key;
 use crate::log::bell::Listening;
@@ -192,6 +192,9 @@ impl Outbox {
                 return Err(error);
             }
         }
+        if engine.shared.is_some() {
+            self.lease_in_log(&mut leased.entries)?;
+        }
         // One that cannot be read holds back no other.
         match damaged {
             Some(error) if leased.entries.is_empty() => Err(error),
@@ -286,7 +289,15 @@ impl Outbox {
             trusted_ms: now.trusted_ms,
             boot_ms: now.boot_ms,
         };
-        engine.with_queue(&self.space, |queue| queue.lease(count, moment, until_ms))
+        engine.with_queue(&self.space, |queue| {
+            if let Some(shared) = &engine.shared {
+                let owners = queue.owners().into_iter();
+                for owner in owners.filter(|owner| !shared.is_alive(*owner)) {
+                    queue.release_owner(owner);
+                }
+            }
+            queue.lease(count, moment, until_ms)
+        })
     }
 
     /// Lets others at these places again.
@@ -306,6 +317,9 @@ impl Outbox {
     /// # Errors
     /// `Closed`, `Poisoned`.
     pub fn give_back(&self, entries: &[OutboxEntry]) -> Result<()> {
+        if self.handle.engine.shared.is_some() {
+            self.release_in_log(entries)?;
+        }
         self.release(entries.iter().map(|entry| entry.place))
     }
 
@@ -346,7 +360,7 @@ impl Outbox {
     }
 
     /// Returns how many of these can be ended by one frame in any segment.
-    fn fits_one_frame(&self, entries: &[OutboxEntry]) -> usize {
+    pub(super) fn fits_one_frame(&self, entries: &[OutboxEntry]) -> usize {
         let segment_bytes = to_usize(self.handle.engine.options.segment_bytes);
         let bytes_max = (segment_bytes / 4).min(FRAME_BYTES_MAX / 2);
         let mut bytes = 0;
@@ -387,6 +401,7 @@ impl Outbox {
             let mut next = queued.clone();
             next.kind = Kind::Queued;
             next.state.attempt = 0;
+            next.state.owner = 0;
             next.state.until_ms = 0;
             next
         })
@@ -458,6 +473,17 @@ impl Outbox {
         bound: Bound,
         change: impl Fn(&Entry, &Env) -> Entry,
     ) -> Result<(Vec<Option<Written>>, Option<Entry>)> {
+        self.change_some(entries, bound, None, &|found, env| Some(change(found, env)))
+    }
+
+    /// The same for those of which `change` returns another state, at this level or the outbox's.
+    pub(super) fn change_some(
+        &self,
+        entries: &[OutboxEntry],
+        bound: Bound,
+        level: Option<Durability>,
+        change: &impl Fn(&Entry, &Env) -> Option<Entry>,
+    ) -> Result<(Vec<Option<Written>>, Option<Entry>)> {
         let engine = &self.handle.engine;
         let keys: Vec<Vec<u8>> = entries
             .iter()
@@ -470,7 +496,7 @@ impl Outbox {
         };
         let members: Vec<Member<'_>> = keys.iter().map(|key| member(key)).collect();
         let levels = GroupLevels {
-            level: engine.level(self.space.options.durability, None),
+            level: engine.level(self.space.options.durability, level),
             reserved_bytes: match bound {
                 Bound::Owed => to_usize(engine.options.segment_bytes),
                 Bound::Kept => 0,
@@ -480,9 +506,11 @@ impl Outbox {
         let decide = |index: usize, found: Option<&Entry>, env: &Env| {
             let own = entries.get(index).map(|entry| entry.stamp);
             let found = found.filter(|found| is_entry(found) && Some(found.epoch()) == own);
-            Ok(match (found, entries.get(index)) {
-                (Some(found), Some(entry)) => {
-                    let mut next = change(found, env);
+            let changed = found.and_then(|found| change(found, env));
+            Ok(match (changed, entries.get(index)) {
+                (Some(mut next), Some(entry)) => {
+                    // It is no copy, whatever the one before was.
+                    next.flags &= !FLAG_CARRIED;
                     if let Some(queued) = &mut next.queued {
                         queued.origin = entry.place;
                     }
@@ -505,7 +533,7 @@ impl Outbox {
 
 /// Whether the bound on the log counts.
 #[derive(Clone, Copy)]
-enum Bound {
+pub(super) enum Bound {
     /// No: what ends an entry makes room.
     Owed,
     Kept,
@@ -528,6 +556,8 @@ fn is_entry(entry: &Entry) -> bool {
 fn again(entry: &Entry, kind: Kind, error: &[u8]) -> Entry {
     let mut next = entry.clone();
     next.kind = kind;
+    next.state.owner = 0;
+    next.state.until_ms = 0;
     next.state.attempt = entry.state.attempt.saturating_add(1);
     next.error = error.to_vec();
     next
@@ -536,36 +566,67 @@ fn again(entry: &Entry, kind: Kind, error: &[u8]) -> Entry {
 impl Engine {
     /// Reads the outbox's entries back into its queue, at the first opening of it.
     fn fill_outbox(&self, space: &Space) -> Result<()> {
-        // Nothing is carried over meanwhile, and nobody can publish: this is the first handle.
-        let _one_at_a_time = self.maintenance();
-        let (places, failures): (Vec<Position>, usize) = {
-            let core = self.core();
-            if core.outboxes.contains_key(&space.id) {
-                return Ok(());
-            }
-            let own = core
-                .unsettled
-                .iter()
-                .filter(|(_, e)| e.namespace == space.id);
-            let places = own.map(|(at, _)| Position::from_u64(*at)).collect();
-            (places, core.failures)
+        // Nothing is carried over meanwhile, and nobody here can publish: this is the first handle.
+        let _one_at_a_time = self.maintenance()?;
+        if self.core().outboxes.contains_key(&space.id) {
+            return Ok(());
+        }
+        self.read_outbox(space.id)
+    }
+
+    /// Reads an outbox's entries into its queue. What other processes do meanwhile is found out
+    /// entry by entry.
+    pub(super) fn read_outbox(&self, id: u16) -> Result<()> {
+        let (places, failures, before) = {
+            let mut core = self.core();
+            let before = core.outboxes.insert(id, Queue::default());
+            let own = core.unsettled.iter().filter(|(_, e)| e.namespace == id);
+            let places: Vec<Position> = own.map(|(at, _)| Position::from_u64(*at)).collect();
+            (places, core.failures, before)
         };
-        let mut queue = Queue::default();
         for position in places {
             let read = self.read_at(position, Entry::of_record)?;
             let Some(entry) = read.filter(is_entry) else {
                 continue;
             };
-            let mut queued = queued_of(&entry, position, failures);
-            queued.ordering = self.ordering_of(&entry);
-            queue.put(place_of(&entry, position), queued);
+            let queued = self.queued_entry(&entry, position, failures);
+            let place = place_of(&entry, position);
+            let known = before.as_ref().and_then(|before| before.get(place));
+            if let Some(queue) = self.core().outboxes.get_mut(&id) {
+                queue.change(place, queued);
+                if let Some(known) = known {
+                    queue.keep(place, known);
+                }
+            }
         }
-        self.core().outboxes.insert(space.id, queue);
         Ok(())
     }
 
-    fn with_queue<R>(&self, space: &Space, act: impl FnOnce(&mut Queue) -> R) -> Result<R> {
-        let mut core = self.core();
+    /// Returns what the queue knows of an entry that another opener has written: in a shared store
+    /// it may be at it.
+    pub(super) fn queued_entry(
+        &self,
+        entry: &Entry,
+        position: Position,
+        failures: usize,
+    ) -> Queued {
+        let mut queued = queued_of(entry, position, failures);
+        queued.ordering = self.ordering_of(entry);
+        let owner = entry.state.owner;
+        let left_ms = entry.state.until_ms.saturating_sub(self.now().trusted_ms);
+        if self.shared.is_some() && owner != 0 && owner != self.generation && left_ms > 0 {
+            queued.leased_until_ms = self.now().boot_ms.saturating_add(left_ms);
+            queued.owner = owner;
+        }
+        queued
+    }
+
+    pub(super) fn with_queue<R>(
+        &self,
+        space: &Space,
+        act: impl FnOnce(&mut Queue) -> R,
+    ) -> Result<R> {
+        let mut core = self.turn()?;
         self.check_writable(&core)?;
         core.check_namespace(space)?;
         Ok(act(core.outboxes.entry(space.id).or_default()))

@@ -4,17 +4,20 @@
 //! directory, manifest edit. Only then is the segment used.
 
 use std::collections::BTreeSet;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
 use super::Engine;
 use super::catalog::remove_if_there;
 use super::core::Sealed;
+use super::shared::Held;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::SegmentEntry;
 use crate::format::names::FileName;
 use crate::format::segment::SegmentHeader;
 use crate::format::to_u32;
 use crate::log::segment::SegmentFile;
+use crate::log::sync::primitives::MutexGuard;
 use crate::options::{Durability, SEGMENT_BYTES_FIRST, WhenFull, ZeroFill};
 use crate::position::Position;
 use crate::vfs::{Access, Dir};
@@ -32,6 +35,36 @@ pub(crate) struct Upkeep {
     pub(crate) retired: Option<Arc<Sealed>>,
     /// End of the log at the last upkeep.
     pub(crate) end_before: Option<Position>,
+}
+
+/// The upkeep, held: by this thread, and in a shared store by this process.
+#[derive(Debug)]
+pub(crate) struct Maintaining<'a> {
+    upkeep: MutexGuard<'a, Upkeep>,
+    _gate: Option<Held<'a>>,
+}
+
+impl<'a> Maintaining<'a> {
+    pub(crate) fn new(upkeep: MutexGuard<'a, Upkeep>, gate: Option<Held<'a>>) -> Self {
+        Maintaining {
+            upkeep,
+            _gate: gate,
+        }
+    }
+}
+
+impl Deref for Maintaining<'_> {
+    type Target = Upkeep;
+
+    fn deref(&self) -> &Upkeep {
+        &self.upkeep
+    }
+}
+
+impl DerefMut for Maintaining<'_> {
+    fn deref_mut(&mut self) -> &mut Upkeep {
+        &mut self.upkeep
+    }
 }
 
 /// Why a segment is prepared.
@@ -114,6 +147,9 @@ impl Engine {
             });
             manifest.dropped.retain(|id| Some(*id) != retired);
         })?;
+        if self.shared.is_some() {
+            return self.take_over_edit();
+        }
         self.core().next.push_back(Arc::new(segment));
         Ok(())
     }

@@ -46,7 +46,7 @@ use crate::log::sync::Syncer;
 use crate::log::sync::primitives::Mutex;
 use crate::log::writer::Writer;
 use crate::model::retention::DropTime;
-use crate::options::{OUTCOME_BYTES_DEFAULT, Options};
+use crate::options::Options;
 use crate::position::Position;
 use crate::stamp::{GENERATIONS_RESERVED, next_generation};
 use crate::stats::{Counters, OpenReport};
@@ -65,6 +65,8 @@ pub(crate) struct Replayed {
     /// The furthest position that a mark inside the prefix proves durable.
     pub(super) proven: u64,
     pub(super) trusted_ms: u64,
+    /// The newest stamp.
+    pub(super) stamp: u64,
 }
 
 /// Replays the valid prefix of a segment.
@@ -81,6 +83,7 @@ pub(crate) fn replay_segment(
         end: to_u32(SEGMENT_HEADER_BYTES),
         proven: 0,
         trusted_ms: 0,
+        stamp: 0,
     };
     replay_on(start, bytes, segment, hash)
 }
@@ -165,6 +168,7 @@ impl Replayed {
         }
         self.tally.add(record);
         self.trusted_ms = self.trusted_ms.max(record.state.at_ms);
+        self.stamp = self.stamp.max(record.state.stamp);
         if record.kind.is_unsettled() {
             self.unsettled.insert(offset, record.namespace);
         }
@@ -178,26 +182,26 @@ impl Replayed {
 const TABLES_KEPT_MAX: usize = 2;
 
 /// A segment that was full when the store went down, and is not sealed.
-struct Full {
-    segment: Arc<SegmentFile>,
+pub(super) struct Full {
+    pub(super) segment: Arc<SegmentFile>,
     end: u32,
     trusted_ms: u64,
-    replayed: Option<Replayed>,
+    pub(super) replayed: Option<Replayed>,
 }
 
 /// What recovery has read before it writes anything.
-struct Gathered {
+pub(super) struct Gathered {
     /// Unsealed segments that were full, oldest first.
-    frozen: Vec<Full>,
-    active: (Arc<SegmentFile>, Replayed),
-    next: Vec<Arc<SegmentFile>>,
+    pub(super) frozen: Vec<Full>,
+    pub(super) active: (Arc<SegmentFile>, Replayed),
+    pub(super) next: Vec<Arc<SegmentFile>>,
     sealed: Vec<SealedSegment>,
     /// The listed runs that are there and whole, oldest first.
     runs: Vec<Run>,
     /// Unsettled records that the footers of sealed segments list.
     unsettled: Vec<(Position, u16)>,
     proven: Position,
-    trusted_ms: u64,
+    pub(super) trusted_ms: u64,
     orphans: Vec<String>,
 }
 
@@ -346,43 +350,78 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         manifest.dropped.clear();
     })?;
     catalog.keep_reserve();
-    let mut engine = Engine {
+    core.view = Arc::new(view);
+    let mut engine = assemble(Base {
         dir: parts.dir,
-        lock: Mutex::new(Some(parts.lock)),
-        guards_count: AtomicUsize::new(0),
+        lock: parts.lock,
+        zero_fill: parts.zero_fill,
         options: parts.options,
         time: parts.time,
         hash: parts.hash,
         store: parts.store,
         generation: parts.generation,
-        pid: std::process::id(),
-        home: ForkGuard::new(),
-        syncer: Syncer::new(core.writer.end()),
-        core: Mutex::new(core),
-        catalog: Mutex::new(catalog),
-        maintenance: Mutex::default(),
-        merging: Mutex::default(),
-        poison: Poison::default(),
-        counters: Counters::default(),
-        zero_fill: parts.zero_fill,
-        clock_was_suspect: AtomicBool::new(false),
-        events: Mutex::default(),
-        background_errors: RwLock::default(),
-        background: Signals::default(),
-        waits: Waits::default(),
-        timers: Timers::default(),
+        catalog,
+        durable: core.writer.end(),
+        core,
         report,
-        salvaged: None,
-    };
-    engine.core().view = Arc::new(view);
+    });
     engine.seal_all_recovered(frozen)?;
     engine.gather_unsettled(listed, unsettled)?;
     engine.count_unsettled();
     Ok(engine)
 }
 
+/// What an engine is made of.
+pub(super) struct Base {
+    pub(super) dir: Arc<dyn Dir>,
+    pub(super) lock: Box<dyn Lock>,
+    pub(super) zero_fill: bool,
+    pub(super) options: Options,
+    pub(super) time: TrustedTime,
+    pub(super) hash: KeyHash,
+    pub(super) store: [u8; 16],
+    pub(super) generation: u64,
+    pub(super) catalog: Catalog,
+    pub(super) core: Core,
+    pub(super) durable: Position,
+    pub(super) report: OpenReport,
+}
+
+/// Makes an engine that is alone in its store.
+pub(super) fn assemble(base: Base) -> Engine {
+    Engine {
+        dir: base.dir,
+        lock: Mutex::new(Some(base.lock)),
+        guards_count: AtomicUsize::new(0),
+        options: base.options,
+        time: base.time,
+        hash: base.hash,
+        store: base.store,
+        generation: base.generation,
+        pid: std::process::id(),
+        home: ForkGuard::new(),
+        syncer: Syncer::new(base.durable),
+        core: Mutex::new(base.core),
+        catalog: Mutex::new(base.catalog),
+        maintenance: Mutex::default(),
+        merging: Mutex::default(),
+        poison: Poison::default(),
+        counters: Counters::default(),
+        zero_fill: base.zero_fill,
+        clock_was_suspect: AtomicBool::new(false),
+        events: Mutex::default(),
+        background_errors: RwLock::default(),
+        background: Signals::default(),
+        waits: Waits::default(),
+        timers: Timers::default(),
+        report: base.report,
+        salvaged: None,
+        shared: None,
+    }
+}
+
 /// Returns where in the log the records of a segment are.
-fn places(segment: u64, records: &BTreeMap<u32, u16>) -> Vec<(Position, u16)> {
+pub(super) fn places(segment: u64, records: &BTreeMap<u32, u16>) -> Vec<(Position, u16)> {
     let place = |(at, namespace): (&u32, &u16)| (Position::new(segment, *at), *namespace);
     records.iter().map(place).collect()
 }
@@ -397,7 +436,7 @@ fn sync_drops(dir: &dyn Dir, manifest: &Manifest) -> Result<()> {
 }
 
 impl Engine {
-    fn count_unsettled(&mut self) {
+    pub(super) fn count_unsettled(&mut self) {
         let (all, unreadable) = {
             let core = self.core();
             let known = core.unsettled.values();
@@ -455,7 +494,7 @@ impl Engine {
 
     /// Fills the unsettled table from what the footers of sealed segments list, as far as that is
     /// still its key's newest record, and from the active segment.
-    fn gather_unsettled(
+    pub(super) fn gather_unsettled(
         &self,
         listed: Vec<(Position, u16)>,
         active: Vec<(Position, u16)>,
@@ -479,11 +518,13 @@ impl Engine {
             }
             let key = read_key(segment, position.offset())?.1;
             let wanted = self.wanted(namespace, &key);
-            let located = match self.locate(wanted, |_| ()) {
+            let located = match self.locate_known(wanted, |_| ()) {
                 // A page of a run has gone bad: built again, it answers.
-                Err(error) if error.kind() == ErrorKind::Damaged => {
-                    let rebuilt = self.rebuild_damaged(&mut self.maintenance());
-                    rebuilt.and_then(|()| self.locate(wanted, |_| ()))
+                Err(error) if error.kind() == ErrorKind::Damaged && self.shared.is_none() => {
+                    let rebuilt = self
+                        .maintenance()
+                        .and_then(|mut held| self.rebuild_damaged(&mut held));
+                    rebuilt.and_then(|()| self.locate_known(wanted, |_| ()))
                 }
                 located => located,
             };
@@ -510,15 +551,7 @@ impl Engine {
             in_active += usize::from(position.segment() == core.writer.segment.id);
             // Written by another opener; whoever ends it may need room for an outcome. How much a
             // queued job needs is known when its intake is opened.
-            let owes = core
-                .namespaces
-                .get(&namespace)
-                .is_some_and(|n| n.kind.has_claims() || super::intake::is_queue_name(&n.name));
-            let owed_bytes = if owes {
-                to_u32(OUTCOME_BYTES_DEFAULT).min(self.options.segment_bytes / 8)
-            } else {
-                0
-            };
+            let owed_bytes = self.owed_by_others(&core, namespace);
             core.owed_bytes += u64::from(owed_bytes);
             let entry = UnsettledEntry {
                 namespace,
@@ -535,7 +568,7 @@ impl Engine {
 
 /// Reads the unsettled records that a segment's footer lists: position and namespace. Keys are
 /// read again when they are looked up: only their places are kept.
-fn footer_records(sealed: &Sealed) -> Result<Vec<(Position, u16)>> {
+pub(super) fn footer_records(sealed: &Sealed) -> Result<Vec<(Position, u16)>> {
     let segment = &sealed.segment;
     let mut records = Vec::new();
     for offset in footer_offsets(sealed)? {
@@ -587,7 +620,7 @@ fn footer_offsets(sealed: &Sealed) -> Result<Vec<u32>> {
 }
 
 /// Replays the unsealed segments in order and finds the end of the log (B).
-fn replay_unsealed(
+pub(super) fn replay_unsealed(
     dir: &dyn Dir,
     manifest: &Manifest,
     opened: &BTreeMap<u64, Arc<SegmentFile>>,

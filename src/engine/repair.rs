@@ -742,7 +742,7 @@ impl Writer<'_> {
                 let need = Need::Owed;
                 engine.make_room(Room::of_one(frame_bytes, need))?;
                 while engine.merge_once()? {}
-                engine.remove_left(&mut engine.maintenance())?;
+                engine.remove_left(&mut engine.upkeep())?;
                 continue;
             }
             let entry = record.kind.is_unsettled().then(|| UnsettledEntry {

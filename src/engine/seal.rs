@@ -25,7 +25,9 @@ use crate::index::run::Run;
 use crate::key_time::KeyTime;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
+use crate::log::sync::FailureCount;
 use crate::model::retention::{keeps_segment_until, sparse_at};
+use crate::position::Position;
 use crate::stamp::GENERATIONS_RESERVED;
 use crate::vfs::{Access, Dir, Map};
 
@@ -40,7 +42,10 @@ impl Engine {
     pub(crate) fn make_room(&self, room: Room) -> Result<()> {
         self.check_frame(room.frame_bytes)?;
         self.counters.stalls.add(1);
-        let made = self.make_room_held(&mut self.maintenance(), room);
+        let made = match self.maintenance() {
+            Ok(mut held) => self.make_room_held(&mut held, room),
+            Err(error) => Err(error),
+        };
         // An eviction flushes, and those whom that has served are rung behind the lock.
         self.pay_waiters();
         made
@@ -64,7 +69,7 @@ impl Engine {
         self.reserve_stamps()?;
         for _ in 0..ROUNDS_MAX {
             let (fits, admits, prepared) = {
-                let core = self.core();
+                let core = self.turn()?;
                 self.check_writable(&core)?;
                 (
                     core.fits(room.frame_bytes, room.records_count),
@@ -108,7 +113,9 @@ impl Engine {
             }
             core.stamps.reserved() + GENERATIONS_RESERVED
         };
-        self.edit_manifest(|manifest| manifest.generation_reserved = reserved)?;
+        self.edit_manifest(|manifest| {
+            manifest.generation_reserved = manifest.generation_reserved.max(reserved);
+        })?;
         self.core().stamps.extend(reserved);
         Ok(())
     }
@@ -116,7 +123,7 @@ impl Engine {
     /// Ends the active segment and continues in the prepared one.
     pub(crate) fn roll(&self) -> Result<()> {
         let now = self.now();
-        let mut core = self.core();
+        let mut core = self.turn()?;
         self.check_writable(&core)?;
         let Some(next) = core.next.front().map(Arc::clone) else {
             return Ok(());
@@ -144,8 +151,14 @@ impl Engine {
 
     /// Seals the oldest frozen segment.
     fn seal_one(&self, frozen: &Arc<Frozen>) -> Result<()> {
-        self.sync_frozen(frozen)?;
         let id = frozen.segment.id;
+        if self.shared.is_some() {
+            // Together with the others' flushes, which look after one that has died in it.
+            let failures = FailureCount::new(self.core().failures);
+            self.ensure_durable_held(Position::new(id, frozen.end), failures)?;
+        } else {
+            self.sync_frozen(frozen)?;
+        }
         let (entry, times) = check_frozen(frozen, &self.key_times())?;
         let entries = frozen.table.sorted();
         if entries.len() as u64 != expected_entries(frozen) {
@@ -164,12 +177,19 @@ impl Engine {
             if let Some(segment) = manifest.segments.iter_mut().find(|s| s.id == id) {
                 segment.sealed = Some(entry);
             }
-            manifest.runs.push(RunEntry {
+            let run = RunEntry {
                 lo: id,
                 hi: id,
                 generation: 0,
-            });
+            };
+            if !manifest.runs.contains(&run) {
+                manifest.runs.push(run);
+            }
         })?;
+        self.counters.seals.add(1);
+        if self.shared.is_some() {
+            return self.take_over_edit();
+        }
         let part = Arc::new(Part {
             run,
             damaged: AtomicBool::new(false),
@@ -186,8 +206,6 @@ impl Engine {
         view.parts.insert(0, part);
         view.sealed.insert(id, sealed);
         core.view = Arc::new(view);
-        drop(core);
-        self.counters.seals.add(1);
         Ok(())
     }
 

@@ -138,6 +138,12 @@ impl DedupLog {
     /// `Invalid` for a machine number over 1023, an epoch that is still to come, and a machine
     /// number that is in use with another epoch.
     pub fn snowflakes(&self, machine: u16, epoch_ms: u64) -> Result<Snowflakes> {
+        if self.handle.engine.shared.is_some() {
+            return Err(Error::invalid(
+                "no Snowflakes in a shared store: two processes of one machine number would make \
+                 equal ids; make them elsewhere",
+            ));
+        }
         let now_ms = self.handle.engine.now().trusted_ms;
         if u64::from(machine) > MACHINE_MAX || epoch_ms > now_ms {
             return Err(Error::invalid(format!(

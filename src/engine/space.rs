@@ -32,6 +32,7 @@ impl Engine {
     }
 
     /// The same without the wait: what is read may be told when its basis is durable.
+    #[inline]
     pub(crate) fn get_undurable(&self, space: &Space, key: &[u8]) -> Result<ReadKey> {
         check_key(key)?;
         let located = self.locate(self.wanted_in(space, key), Entry::of_record)?;
@@ -60,6 +61,7 @@ impl Engine {
         Ok(ReadKey { entry, env, basis })
     }
 
+    #[inline]
     pub(crate) fn state_of(&self, read: &ReadKey) -> Result<KeyState> {
         Ok(view(
             self.alive(read.entry.as_ref(), &read.env.now)?,
@@ -89,7 +91,7 @@ impl Engine {
     }
 
     pub(crate) fn confirm_time(&self) -> Result<()> {
-        let one_at_a_time = self.maintenance();
+        let one_at_a_time = self.maintenance()?;
         self.check_whole()?;
         self.check_writable(&self.core())?;
         let pushed = self.push_time(true);
@@ -118,7 +120,7 @@ impl Engine {
     ) -> Result<Space> {
         check_namespace(name)?;
         options.validate(kind, self.options.segment_bytes)?;
-        let _one_at_a_time = self.maintenance();
+        let _one_at_a_time = self.maintenance()?;
         let known = {
             let core = self.core();
             self.check_writable(&core)?;
@@ -185,7 +187,7 @@ impl Engine {
     /// ever found. Its bytes go with their segments.
     pub(crate) fn purge(&self, name: &str, forced: bool) -> Result<()> {
         self.check_whole()?;
-        let one_at_a_time = self.maintenance();
+        let one_at_a_time = self.maintenance()?;
         let id = {
             let core = self.core();
             self.check_writable(&core)?;
@@ -218,7 +220,7 @@ impl Engine {
 }
 
 impl Core {
-    fn forget_namespace(&mut self, id: u16) {
+    pub(crate) fn forget_namespace(&mut self, id: u16) {
         let owed: u64 = self
             .unsettled
             .values()
@@ -236,7 +238,9 @@ impl Core {
             !goes
         });
         self.tally.unsettled_count -= in_active;
-        // Taking back a write must not bring an entry back.
-        self.promise();
+        if self.writer.has_unwritten() {
+            // Taking back a write must not bring an entry back.
+            self.promise();
+        }
     }
 }

@@ -17,14 +17,14 @@ use super::merge::{file_names, run_entry};
 use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
-use crate::format::names::FileName;
+use crate::format::names::{FileName, GateName};
 use crate::format::record::{FLAG_CARRIED, Kind, Record};
 use crate::format::to_usize;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::FailureCount;
 use crate::model::retention::DropTime;
-use crate::options::Event;
+use crate::options::{Durability, Event};
 use crate::position::Position;
 
 /// Which records of a segment are still needed when it goes.
@@ -43,7 +43,7 @@ impl Engine {
         if !self.options.background {
             self.run_timers();
         }
-        let done = self.maintain_held(&mut self.maintenance());
+        let done = self.maintain_here();
         self.pay_waiters();
         self.deliver_events();
         done
@@ -54,6 +54,14 @@ impl Engine {
         self.maintain()?;
         while self.merge_once()? {}
         Ok(())
+    }
+
+    fn maintain_here(&self) -> Result<()> {
+        match self.try_maintenance()? {
+            Some(mut held) => self.maintain_held(&mut held),
+            // Another process is at it.
+            None => Ok(()),
+        }
     }
 
     fn maintain_held(&self, upkeep: &mut Upkeep) -> Result<()> {
@@ -75,6 +83,7 @@ impl Engine {
             self.sweep(upkeep),
             self.rebuild_damaged(upkeep),
             self.remove_left(upkeep),
+            self.look_after_dead(),
         ];
         self.catalog().keep_reserve();
         self.write_hint_if_idle(upkeep);
@@ -238,7 +247,7 @@ impl Engine {
             let frame_bytes = record.frame_bytes();
             let wanted = self.wanted(record.namespace, record.key);
             let located = self.locate(wanted, |_| ())?;
-            let mut core = self.core();
+            let mut core = self.turn()?;
             self.check_writable(&core)?;
             if !located.is_current(&core, wanted.h) {
                 continue;
@@ -258,10 +267,9 @@ impl Engine {
             let entry = core.unsettled.get(&position.get()).copied();
             let older = Older::of(&record, position);
             let carried = self.append(&mut core, &record, wanted.h, Some(older), entry);
-            core.promise();
             core.move_queued(&record, carried.position);
             self.counters.carried.add(1);
-            return Ok(());
+            return self.finish_append(&mut core, Durability::Buffered);
         }
     }
 
@@ -322,7 +330,7 @@ impl Engine {
                 !runs.iter().any(|r| r.lo == header.lo && r.hi == header.hi)
             });
             core.view = Arc::new(view);
-            if upkeep.retired.is_none() {
+            if upkeep.retired.is_none() && self.shared.is_none() {
                 upkeep.retired = newest;
             }
         }
@@ -339,7 +347,9 @@ impl Engine {
     /// Writes a hint when nothing was appended since the time before.
     fn write_hint_if_idle(&self, upkeep: &mut Upkeep) {
         let end = self.core().writer.end();
-        if upkeep.end_before.replace(end) == Some(end) {
+        let is_idle = upkeep.end_before.replace(end) == Some(end);
+        // In a shared store it would be of a log that others go on with.
+        if is_idle && self.shared.is_none() {
             self.write_hint();
         }
     }
@@ -379,6 +389,13 @@ impl Engine {
             Ok(alone) => alone,
             Err(TryLockError::Poisoned(broken)) => broken.into_inner(),
             Err(TryLockError::WouldBlock) => return Ok(()),
+        };
+        let _no_merge_elsewhere = match &self.shared {
+            None => None,
+            Some(shared) => match shared.try_gate(GateName::Merge, self.clock())? {
+                None => return Ok(()),
+                gate => gate,
+            },
         };
         for part in view.parts.iter().filter(|part| part.is_damaged()) {
             let old = run_entry(&part.run);
@@ -562,7 +579,7 @@ mod tests {
         jobs.commit_undurable(&claim.0.key, claim.0.epoch, &commit)
             .unwrap();
         // What a sweep does, step by step.
-        let mut upkeep = engine.maintenance();
+        let mut upkeep = engine.maintenance().unwrap();
         let (view, failures) = {
             let core = engine.core();
             (core.view.clone(), core.failures)

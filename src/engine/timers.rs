@@ -16,6 +16,10 @@ use crate::error::{Error, Result};
 use crate::log::bell::{Bell, Listening};
 use crate::log::sync::primitives::Arc as BellArc;
 
+/// How long a call of a shared store sleeps at the most before it looks at what other processes
+/// have done.
+const SHARED_POLL_MS: u64 = 10;
+
 /// What is done at a moment.
 #[derive(Clone, Debug)]
 pub(crate) enum Timed {
@@ -195,14 +199,24 @@ impl Engine {
         until_ms: u64,
     ) -> Result<()> {
         self.start_timers()?;
+        let until_ms = self.look_again_by(until_ms);
         let bell = place.bell().clone();
         let _timer = Timer::new(&self.timers, until_ms, Timed::Ring(bell));
         listening.await;
         Ok(())
     }
 
+    /// Nothing rings here for what another process does.
+    fn look_again_by(&self, until_ms: u64) -> u64 {
+        if self.shared.is_none() {
+            return until_ms;
+        }
+        until_ms.min(self.now().boot_ms.saturating_add(SHARED_POLL_MS))
+    }
+
     /// Sleeps until the bell rings or a moment on the boot clock has come.
     pub(crate) fn sleep(&self, listening: Listening, until_ms: u64) {
+        let until_ms = self.look_again_by(until_ms);
         let by_hand = self.timers.is_by_hand() || until_ms == u64::MAX;
         let left_ms = until_ms.saturating_sub(self.now().boot_ms);
         listening.sleep((!by_hand).then(|| Duration::from_millis(left_ms)));

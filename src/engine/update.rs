@@ -140,7 +140,7 @@ impl Engine {
             };
             let now = self.now();
             let attempt = {
-                let mut core = self.core();
+                let mut core = self.turn()?;
                 self.check_writable(&core)?;
                 let tried = self.attempt(
                     &mut core,
@@ -287,11 +287,11 @@ impl Engine {
         })
     }
 
-    pub(crate) fn env<T>(
+    pub(crate) fn env(
         &self,
         core: &Core,
         space: &Space,
-        hit: Option<&Hit<T>>,
+        hit: Option<&Hit<Entry>>,
         now: Now,
         retention: Retention,
     ) -> Env {
@@ -300,6 +300,7 @@ impl Engine {
             now,
             kind: space.kind,
             generation: self.generation,
+            alive: hit.and_then(|hit| self.alive_owner(&hit.taken)),
             pid: self.pid,
             retention,
             attempts_max: space.options.attempts_max,
@@ -307,6 +308,14 @@ impl Engine {
             deadline_boot_ms: unsettled.and_then(|entry| entry.deadline_boot_ms),
             position: hit.map(|hit| hit.older.position),
         }
+    }
+
+    /// Returns the owner of a claim if that is another opener who is alive.
+    pub(crate) fn alive_owner(&self, entry: &Entry) -> Option<u64> {
+        let shared = self.shared.as_ref()?;
+        let owner = entry.state.owner;
+        let asks = entry.is_pending() && owner != self.generation;
+        (asks && shared.is_alive(owner)).then_some(owner)
     }
 
     fn check_unsettled<T>(&self, core: &Core, hit: Option<&Hit<T>>) -> Result<()> {

@@ -12,6 +12,7 @@ pub(crate) mod names;
 pub(crate) mod record;
 pub(crate) mod run;
 pub(crate) mod segment;
+pub(crate) mod shared;
 pub(crate) mod times;
 #[cfg(feature = "token")]
 pub(crate) mod token;

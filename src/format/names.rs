@@ -32,6 +32,47 @@ pub(crate) enum FileName {
     },
     /// Image of the active table.
     Hint(u64),
+    /// What the processes of a shared store tell each other.
+    Shared,
+    /// A lock among the processes of a shared store; never unlinked.
+    Gate(GateName),
+    /// Locked by the opener of this generation for as long as it lives.
+    Owner(u64),
+}
+
+/// What only one process of a shared store does at a time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum GateName {
+    /// Decide and append.
+    Turn,
+    /// Replace the manifest.
+    Edit,
+    /// Roll, seal, prepare, expire.
+    Upkeep,
+    /// Merge index runs.
+    Merge,
+    /// Flush the log.
+    Flush,
+}
+
+impl GateName {
+    pub(crate) const ALL: [GateName; 5] = [
+        GateName::Turn,
+        GateName::Edit,
+        GateName::Upkeep,
+        GateName::Merge,
+        GateName::Flush,
+    ];
+
+    fn as_str(self) -> &'static str {
+        match self {
+            GateName::Turn => "turn",
+            GateName::Edit => "edit",
+            GateName::Upkeep => "upkeep",
+            GateName::Merge => "merge",
+            GateName::Flush => "flush",
+        }
+    }
 }
 
 impl fmt::Display for FileName {
@@ -60,6 +101,9 @@ impl fmt::Display for FileName {
                 write!(f, "run-{lo:012}-{hi:012}-{generation}.{kind}.tmp")
             }
             FileName::Hint(id) => write!(f, "hint-{id:012}"),
+            FileName::Shared => f.write_str("SHARED"),
+            FileName::Gate(name) => write!(f, "LOCK.{}", name.as_str()),
+            FileName::Owner(generation) => write!(f, "owner-{generation:014}"),
         }
     }
 }
@@ -73,6 +117,7 @@ impl FileName {
             "MANIFEST.new" => FileName::ManifestNew,
             "RESERVE" => FileName::Reserve,
             "REPAIRING" => FileName::Repairing,
+            "SHARED" => FileName::Shared,
             _ => parse_numbered(name)?,
         };
         // Only the one way to write a name counts: `seg-7.log` is not ours.
@@ -89,6 +134,13 @@ fn parse_numbered(name: &str) -> Option<FileName> {
             "copy" => Some(FileName::SegmentCopy(id)),
             _ => None,
         };
+    }
+    if let Some(gate) = name.strip_prefix("LOCK.") {
+        let named = |found: &GateName| found.as_str() == gate;
+        return GateName::ALL.into_iter().find(named).map(FileName::Gate);
+    }
+    if let Some(generation) = name.strip_prefix("owner-") {
+        return Some(FileName::Owner(generation.parse().ok()?));
     }
     if let Some(id) = name.strip_prefix("hint-") {
         return Some(FileName::Hint(id.parse().ok()?));
@@ -155,6 +207,10 @@ mod tests {
                 filter: false,
             },
             FileName::Hint(3),
+            FileName::Shared,
+            FileName::Gate(GateName::Turn),
+            FileName::Gate(GateName::Flush),
+            FileName::Owner(1_700_000_000_000),
         ];
         for name in names {
             assert_eq!(FileName::parse(&name.to_string()), Some(name));

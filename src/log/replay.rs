@@ -21,6 +21,8 @@ pub(crate) enum Item<'a> {
 #[derive(Debug)]
 pub(crate) struct Replay<'a> {
     bytes: &'a [u8],
+    /// Where in the segment the bytes begin.
+    base: usize,
     nonce: u32,
     at: usize,
     /// What is left of a group whose frame lies before `at`.
@@ -64,11 +66,20 @@ impl<'a> Replay<'a> {
     pub(crate) fn starting_at(bytes: &'a [u8], nonce: u32, offset: u32) -> Self {
         Replay {
             bytes,
+            base: 0,
             nonce,
             at: to_usize(offset),
             group: Vec::new().into_iter(),
             sealed: false,
             not_understood: false,
+        }
+    }
+
+    /// Reads a part of a segment, which begins at this offset with a frame.
+    pub(crate) fn of_part(bytes: &'a [u8], nonce: u32, offset: u32) -> Self {
+        Replay {
+            base: to_usize(offset),
+            ..Replay::starting_at(bytes, nonce, offset)
         }
     }
 
@@ -89,7 +100,7 @@ impl<'a> Replay<'a> {
     }
 
     fn parse(&self) -> Result<(Content<'a>, usize), Malformed> {
-        let rest = self.bytes.get(self.at..).unwrap_or_default();
+        let rest = self.bytes.get(self.at - self.base..).unwrap_or_default();
         let frame = Frame::verify(rest, seed(self.nonce, self.end()))?;
         Ok((parse_frame(&frame, self.nonce, self.end())?, frame.len()))
     }

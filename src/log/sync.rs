@@ -184,6 +184,12 @@ impl Syncer {
         is_taken_back(&self.state(), target, appended_at)
     }
 
+    /// Says that everything below is durable: a flush of this opener has returned.
+    pub(crate) fn reached(&self, end: Position) {
+        let mut state = self.state();
+        state.durable = state.durable.max(end);
+    }
+
     /// Says that nothing more will become durable.
     pub(crate) fn poison(&self) {
         let mut state = self.state();

@@ -126,12 +126,26 @@ impl Writer {
         let file = self.segment.file()?;
         file.write_at(bytes, u64::from(self.written))?;
         self.written = self.end_offset();
+        self.forget_oldest();
+        Ok(())
+    }
+
+    /// Takes over whole frames that another process has written at the end of this log; the last of
+    /// them begins at `last`. Nothing of this writer's own waits to be written.
+    pub(crate) fn absorb(&mut self, frames: &[u8], last: u32) {
+        debug_assert!(!self.has_unwritten());
+        self.image.extend_from_slice(frames);
+        self.written = self.end_offset();
+        self.last = last;
+        self.forget_oldest();
+    }
+
+    fn forget_oldest(&mut self) {
         let kept = kept_bytes(self.segment.bytes);
         if self.image.len() >= 2 * kept {
             self.image.drain(..self.image.len() - kept);
             self.kept_from = self.written - to_u32(kept);
         }
-        Ok(())
     }
 
     /// Gives up everything that was not written out, and overwrites with zeros what a failed

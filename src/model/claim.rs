@@ -153,7 +153,7 @@ impl Entry {
         next
     }
 
-    fn is_pending(&self) -> bool {
+    pub(crate) fn is_pending(&self) -> bool {
         matches!(self.kind, Kind::Claimed | Kind::Started)
     }
 
@@ -200,6 +200,8 @@ pub(crate) struct Env {
     pub(crate) kind: NamespaceKind,
     /// The generation of this opener: claims of any other one are orphans, but for detached ones.
     pub(crate) generation: u64,
+    /// Another opener, which has made the current claim and is alive.
+    pub(crate) alive: Option<u64>,
     pub(crate) pid: u32,
     pub(crate) retention: Retention,
     pub(crate) attempts_max: Option<u32>,
@@ -224,7 +226,8 @@ impl Env {
         if entry.has(FLAG_DETACHED) {
             return entry.state.until_ms.saturating_sub(self.now.trusted_ms);
         }
-        if entry.state.owner != self.generation {
+        let owner = entry.state.owner;
+        if owner != self.generation && Some(owner) != self.alive {
             return 0;
         }
         match self.deadline_boot_ms {

@@ -28,6 +28,8 @@ pub(crate) struct Queued {
     pub(crate) paused_until_ms: u64,
     /// Boot time until which somebody is at it; 0: nobody is.
     pub(crate) leased_until_ms: u64,
+    /// The other opener of a shared store that is at it; 0: none.
+    pub(crate) owner: u64,
     pub(crate) parked: bool,
 }
 
@@ -173,11 +175,49 @@ impl Queue {
             place,
             Queued {
                 leased_until_ms: 0,
+                owner: 0,
                 paused_until_ms: 0,
                 ..entry
             },
         );
         true
+    }
+
+    /// Lists the other openers that are at entries.
+    pub(crate) fn owners(&self) -> BTreeSet<u64> {
+        let leased = self.leased.iter().filter_map(|(_, at)| self.get(*at));
+        leased.map(|e| e.owner).filter(|o| *o != 0).collect()
+    }
+
+    /// Lets others at what an opener was at that is gone.
+    pub(crate) fn release_owner(&mut self, owner: u64) {
+        let own = |at: &u64| self.get(*at).is_some_and(|entry| entry.owner == owner);
+        let leased = self.leased.iter().map(|(_, at)| *at);
+        for place in leased.filter(own).collect::<Vec<u64>>() {
+            self.release(place);
+        }
+    }
+
+    /// Keeps what only memory knows of an entry that was read again.
+    pub(crate) fn keep(&mut self, place: u64, known: &Queued) {
+        if let Some(entry) = self.get(place).copied().filter(|_| known.owner == 0) {
+            self.put(
+                place,
+                Queued {
+                    leased_until_ms: known.leased_until_ms.max(entry.leased_until_ms),
+                    paused_until_ms: known.paused_until_ms,
+                    ..entry
+                },
+            );
+        }
+    }
+
+    /// Notes the newest record of an entry that this opener has leased.
+    pub(crate) fn leased_at(&mut self, place: u64, position: Position, failures: usize) {
+        self.moved(place, position, failures);
+        if let Some(entry) = self.entries.get_mut(&place) {
+            entry.changed_at = entry.changed_at.max(position);
+        }
     }
 
     /// Holds an entry back until a trusted time, and lets others at it then. The latest call
@@ -186,6 +226,7 @@ impl Queue {
         if let Some(entry) = self.get(place).copied() {
             let paused = Queued {
                 leased_until_ms: 0,
+                owner: 0,
                 paused_until_ms: until_ms,
                 ..entry
             };
@@ -311,6 +352,7 @@ mod tests {
             not_before_ms: 0,
             paused_until_ms: 0,
             leased_until_ms: 0,
+            owner: 0,
             parked: false,
         }
     }
@@ -394,6 +436,26 @@ mod tests {
         assert_eq!(queue.lease(9, later, 900).places, [1]);
         assert!(queue.release(1) && !queue.release(1));
         assert_eq!(lease(&mut queue, 9), [1]);
+    }
+
+    #[test]
+    fn what_a_dead_opener_was_at_is_free_again() {
+        let mut queue = Queue::default();
+        for (place, owner) in [(1, 70), (2, 80), (3, 0)] {
+            queue.put(
+                place,
+                Queued {
+                    leased_until_ms: 150,
+                    owner,
+                    ..entry(None)
+                },
+            );
+        }
+        assert_eq!(queue.owners(), BTreeSet::from([70, 80]));
+        assert!(lease(&mut queue, 9).is_empty());
+        queue.release_owner(70);
+        assert_eq!(lease(&mut queue, 9), [1]);
+        assert_eq!(queue.owners(), BTreeSet::from([80]));
     }
 
     #[test]

@@ -22,7 +22,10 @@ use std::sync::Arc;
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
 
-use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name, read_fully, write_fully};
+use super::{
+    Access, Dir, File, Lock, LockAttempt, LockFile, LockMode, Map, check_name, read_fully,
+    write_fully,
+};
 
 /// A note longer than this is cut when it is read: anything may be in the file.
 const NOTE_BYTES_MAX: usize = 256;
@@ -177,6 +180,13 @@ impl DiskDir {
         Ok(named.is_ok_and(|named| (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino)))
     }
 
+    fn clone_handle(&self) -> io::Result<DiskDir> {
+        Ok(DiskDir {
+            fd: self.fd.try_clone()?,
+            path: self.path.clone(),
+        })
+    }
+
     /// Opens the lock's file, making it if `create` and missing.
     fn open_lock(&self, name: &str, create: bool) -> io::Result<fs::File> {
         match self.open_file(name, Access::Write) {
@@ -260,6 +270,23 @@ impl Dir for DiskDir {
         }
         Err(io::Error::other("lock file keeps being replaced"))
     }
+
+    fn lock_file(&self, name: &str, create: bool) -> io::Result<Arc<dyn LockFile>> {
+        for _ in 0..LOCK_TRIES_MAX {
+            match self.open_lock(name, create) {
+                // Somebody else made it between our two attempts.
+                Err(error) if create && error.kind() == io::ErrorKind::AlreadyExists => {}
+                opened => {
+                    return Ok(Arc::new(DiskLockFile {
+                        file: opened?,
+                        name: name.to_owned(),
+                        dir: self.clone_handle()?,
+                    }));
+                }
+            }
+        }
+        Err(io::Error::other("lock file keeps being replaced"))
+    }
 }
 
 impl fmt::Debug for DiskDir {
@@ -324,6 +351,36 @@ impl File for DiskFile {
 struct DiskLock(#[expect(dead_code, reason = "held for its drop")] fs::File);
 
 impl Lock for DiskLock {}
+
+/// A file to lock; the lock belongs to this descriptor.
+#[derive(Debug)]
+struct DiskLockFile {
+    file: fs::File,
+    name: String,
+    dir: DiskDir,
+}
+
+impl LockFile for DiskLockFile {
+    fn try_lock(&self, mode: LockMode) -> io::Result<bool> {
+        let tried = match mode {
+            LockMode::Shared => self.file.try_lock_shared(),
+            LockMode::Exclusive => self.file.try_lock(),
+        };
+        match tried {
+            Ok(()) => Ok(true),
+            Err(fs::TryLockError::WouldBlock) => Ok(false),
+            Err(fs::TryLockError::Error(error)) => Err(error),
+        }
+    }
+
+    fn unlock(&self) -> io::Result<()> {
+        self.file.unlock()
+    }
+
+    fn is_in_place(&self) -> io::Result<bool> {
+        Ok(!self.dir.is_replaced()? && self.dir.is_named(&self.name, &self.file)?)
+    }
+}
 
 /// Reserves blocks up to `bytes` where the file system can; the size may stay as it is.
 #[cfg(target_os = "linux")]

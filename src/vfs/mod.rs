@@ -83,6 +83,17 @@ pub trait Dir: Send + Sync + fmt::Debug {
     /// # Errors
     /// What the system says.
     fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt>;
+
+    /// Opens a file whose lock is taken again and again, making it if `create` and missing. Takes
+    /// nothing yet. The default is a directory that has no such files: no store in it can be open
+    /// in shared mode.
+    ///
+    /// # Errors
+    /// `NotFound`, or what the system says.
+    fn lock_file(&self, name: &str, create: bool) -> io::Result<Arc<dyn LockFile>> {
+        let _ = (name, create);
+        Err(io::ErrorKind::Unsupported.into())
+    }
 }
 
 /// The answer to [`Dir::lock`]: the held lock, or the note of whoever holds it.
@@ -90,6 +101,40 @@ pub type LockAttempt = std::result::Result<Box<dyn Lock>, String>;
 
 /// A held lock; released when dropped (and by the kernel when the process dies).
 pub trait Lock: Send + Sync + fmt::Debug {}
+
+/// How a [`LockFile`] is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LockMode {
+    /// Together with others that share it.
+    Shared,
+    /// Alone.
+    Exclusive,
+}
+
+/// A file whose lock is taken and let go again and again. Two openings of one file are two who
+/// compete; all that one opening holds is released when it is dropped (and by the kernel when the
+/// process dies).
+pub trait LockFile: Send + Sync + fmt::Debug {
+    /// Takes the lock, or changes how it is held, if nobody is in the way; `false`: somebody is,
+    /// and nothing is held any more.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn try_lock(&self, mode: LockMode) -> io::Result<bool>;
+
+    /// Lets the lock go.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn unlock(&self) -> io::Result<()>;
+
+    /// Says whether the file still has its name, in a directory that is still in its place. Asked
+    /// with the lock held: otherwise others have locked something else.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn is_in_place(&self) -> io::Result<bool>;
+}
 
 /// One open regular file.
 pub trait File: Send + Sync + fmt::Debug {

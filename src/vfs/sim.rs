@@ -99,6 +99,7 @@
 mod content;
 mod crash;
 mod fault;
+mod locks;
 mod power;
 mod rng;
 mod state;
@@ -111,12 +112,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 
-use super::{Access, Dir, File, Lock, LockAttempt, Map, check_name, read_fully};
+use super::{Access, Dir, File, LockAttempt, LockFile, LockMode, Map, check_name, read_fully};
 use fault::{Attempts, Gate};
+use locks::SimLock;
 use state::{FileId, State};
 
 pub use crash::{CrashKind, CrashOptions, CrashState, CrashTotals, for_each_crash_point};
 pub use fault::{Fault, FaultKind, Op, SyncFailure};
+pub use locks::SimProcess;
 pub use power::{PowerCut, PowerCuts};
 pub use rng::Rng;
 pub use state::Counts;
@@ -154,7 +157,10 @@ impl SimDisk {
 
     /// Returns the directory. Two calls are two openers: they compete for locks.
     pub fn dir(&self) -> Arc<dyn Dir> {
-        Arc::new(SimDir(self.clone()))
+        Arc::new(SimDir {
+            disk: self.clone(),
+            process: 0,
+        })
     }
 
     /// Returns how many steps were taken; the next step has this number.
@@ -273,8 +279,59 @@ impl SimDisk {
     pub fn image_hash(&self) -> u64 {
         self.state().image_hash()
     }
+}
 
-    fn open(&self, name: &str, access: Access) -> io::Result<SimFile> {
+impl Default for SimDisk {
+    fn default() -> SimDisk {
+        SimDisk::new()
+    }
+}
+
+impl fmt::Debug for SimDisk {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = self.state();
+        f.debug_struct("SimDisk")
+            .field("steps", &state.steps)
+            .field("files", &state.cached.keys())
+            .finish_non_exhaustive()
+    }
+}
+
+/// The directory of one process.
+#[derive(Clone, Debug)]
+struct SimDir {
+    disk: SimDisk,
+    process: u32,
+}
+
+impl SimDir {
+    fn open_lock(&self, name: &str, create: bool) -> io::Result<SimLock> {
+        check_name(name)?;
+        let mut state = self.state();
+        state.alive()?;
+        if !state.cached.contains_key(name) {
+            if !create {
+                return Err(Errno::NOENT.into());
+            }
+            state.create(name, 0)?;
+        }
+        let id = state.new_id();
+        drop(state);
+        Ok(SimLock {
+            dir: self.clone(),
+            name: name.into(),
+            id,
+        })
+    }
+
+    /// Serves a call of this process.
+    fn state(&self) -> MutexGuard<'_, State> {
+        let mut state = self.disk.state();
+        state.processes.current = self.process;
+        state
+    }
+
+    fn open_file(&self, name: &str, access: Access) -> io::Result<SimFile> {
         check_name(name)?;
         let mut state = self.state();
         let found = state.cached.get(name).copied();
@@ -294,7 +351,7 @@ impl SimDisk {
         drop(state);
         let writable = access != Access::Read;
         Ok(SimFile {
-            disk: self.clone(),
+            dir: self.clone(),
             name: name.into(),
             id,
             writable,
@@ -302,53 +359,34 @@ impl SimDisk {
     }
 }
 
-impl Default for SimDisk {
-    fn default() -> SimDisk {
-        SimDisk::new()
-    }
-}
-
-impl fmt::Debug for SimDisk {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let state = self.state();
-        f.debug_struct("SimDisk")
-            .field("steps", &state.steps)
-            .field("files", &state.cached.keys())
-            .finish_non_exhaustive()
-    }
-}
-
-#[derive(Debug)]
-struct SimDir(SimDisk);
-
 impl Dir for SimDir {
     fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn File>> {
-        Ok(Arc::new(self.0.open(name, access)?))
+        Ok(Arc::new(self.open_file(name, access)?))
     }
 
     fn rename(&self, from: &str, to: &str) -> io::Result<()> {
         check_name(from)?;
         check_name(to)?;
-        self.0.state().rename(from, to)
+        self.state().rename(from, to)
     }
 
     fn unlink(&self, name: &str) -> io::Result<()> {
         check_name(name)?;
-        self.0.state().unlink(name)
+        self.state().unlink(name)
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.0.state().sync_dir()
+        self.state().sync_dir()
     }
 
     fn list(&self) -> io::Result<Vec<String>> {
-        let mut state = self.0.state();
+        let mut state = self.state();
         state.begin_read(Op::List, 0)?.whole()?;
         Ok(state.cached.keys().cloned().collect())
     }
 
     fn fill_random(&self, bytes: &mut [u8]) -> io::Result<()> {
-        match &mut self.0.state().rng {
+        match &mut self.state().rng {
             Some(rng) => rng.fill(bytes),
             None => getrandom::fill(bytes).map_err(io::Error::other)?,
         }
@@ -356,55 +394,27 @@ impl Dir for SimDir {
     }
 
     fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt> {
-        check_name(name)?;
-        let mut state = self.0.state();
-        state.alive()?;
-        if let Some((_, holder)) = state.locks.get(name) {
-            return Ok(Err(holder.clone()));
+        let lock = self.open_lock(name, create)?;
+        let mut state = self.state();
+        let tried = state
+            .processes
+            .try_lock(name, lock.id, LockMode::Exclusive, note);
+        if let Err(holder) = tried {
+            return Ok(Err(holder));
         }
-        if !state.cached.contains_key(name) {
-            if !create {
-                return Err(Errno::NOENT.into());
-            }
-            state.create(name, 0)?;
-        }
-        let id = state.new_id();
         state.note(name, note);
-        state.locks.insert(name.into(), (id, note.into()));
         drop(state);
-        Ok(Ok(Box::new(SimLock {
-            disk: self.0.clone(),
-            name: name.into(),
-            id,
-        })))
+        Ok(Ok(Box::new(lock)))
     }
-}
 
-#[derive(Debug)]
-struct SimLock {
-    disk: SimDisk,
-    name: String,
-    id: u64,
-}
-
-impl Lock for SimLock {}
-
-impl Drop for SimLock {
-    fn drop(&mut self) {
-        let mut state = self.disk.state();
-        if state
-            .locks
-            .get(&self.name)
-            .is_some_and(|(id, _)| *id == self.id)
-        {
-            state.locks.remove(&self.name);
-        }
+    fn lock_file(&self, name: &str, create: bool) -> io::Result<Arc<dyn LockFile>> {
+        Ok(Arc::new(self.open_lock(name, create)?))
     }
 }
 
 #[derive(Debug)]
 struct SimFile {
-    disk: SimDisk,
+    dir: SimDir,
     /// The name at the time of opening, for the step log.
     name: String,
     id: FileId,
@@ -421,7 +431,7 @@ impl SimFile {
     }
 
     fn content(&self) -> io::Result<Arc<Vec<u8>>> {
-        let mut state = self.disk.state();
+        let mut state = self.dir.state();
         state.begin_read(Op::Map, 0)?.whole()?;
         Ok(state.inode(self.id)?.cached.shared())
     }
@@ -431,7 +441,7 @@ impl File for SimFile {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
         // Under the lock, and without a second owner of the bytes: a concurrent write would
         // have to copy the file.
-        let mut state = self.disk.state();
+        let mut state = self.dir.state();
         let mut attempts = match state.begin_read(Op::Read, buf.len())? {
             Gate::Go => Attempts::new(None),
             Gate::Again(first) => Attempts::new(Some(first)),
@@ -456,33 +466,33 @@ impl File for SimFile {
 
     fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
         self.writable()?;
-        self.disk.state().write(self.id, &self.name, buf, offset)
+        self.dir.state().write(self.id, &self.name, buf, offset)
     }
 
     fn set_len(&self, bytes: u64) -> io::Result<()> {
         self.writable()?;
-        self.disk
+        self.dir
             .state()
             .resize(self.id, &self.name, bytes, Op::SetLen)
     }
 
     fn allocate(&self, bytes: u64) -> io::Result<()> {
         self.writable()?;
-        self.disk
+        self.dir
             .state()
             .resize(self.id, &self.name, bytes, Op::Allocate)
     }
 
     fn sync(&self) -> io::Result<()> {
-        self.disk.state().sync(self.id, &self.name)
+        self.dir.state().sync(self.id, &self.name)
     }
 
     fn holds(&self, bytes: &[u8], offset: u64) -> io::Result<Option<bool>> {
-        self.disk.state().holds(self.id, bytes, offset).map(Some)
+        self.dir.state().holds(self.id, bytes, offset).map(Some)
     }
 
     fn size(&self) -> io::Result<u64> {
-        let mut state = self.disk.state();
+        let mut state = self.dir.state();
         state.begin_read(Op::Size, 0)?.whole()?;
         Ok(state.inode(self.id)?.cached.len() as u64)
     }
@@ -494,6 +504,6 @@ impl File for SimFile {
 
 impl Drop for SimFile {
     fn drop(&mut self) {
-        self.disk.state().closed(self.id);
+        self.dir.state().closed(self.id);
     }
 }

@@ -49,6 +49,9 @@ pub(crate) struct Common {
     /// How long to wait for another process that has the store open
     #[arg(long, global = true, value_name = "TIME", default_value = "10s", value_parser = duration)]
     pub(crate) lock_timeout: Duration,
+    /// Open the store for this process alone; others wait, or are refused
+    #[arg(long, global = true)]
+    pub(crate) exclusive: bool,
     /// Answers in JSON, one object or array on one line; errors, too
     #[arg(long, global = true)]
     pub(crate) json: bool,

@@ -28,6 +28,8 @@ impl Common {
         }
         let options = Options::new()
             .create(create)
+            .shared(!self.exclusive)
+            .turn_timeout(self.lock_timeout)
             .lock_timeout(self.lock_timeout);
         Ok(options.open(path)?)
     }

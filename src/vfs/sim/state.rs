@@ -13,6 +13,7 @@ use rustix::io::Errno;
 
 use super::content::{Content, hash64};
 use super::fault::{Attempts, Fault, FaultKind, Gate, Op, SyncFailure};
+use super::locks::Processes;
 use super::rng::Rng;
 use crate::vfs::write_fully;
 
@@ -163,7 +164,7 @@ pub(super) struct State {
     pub(super) stop: Option<(u64, usize)>,
     pub(super) death: Option<Death>,
     pub(super) free_bytes: Option<u64>,
-    pub(super) locks: BTreeMap<String, (u64, String)>,
+    pub(super) processes: Processes,
     /// Where the store's random bytes come from; the operating system, if `None`.
     pub(super) rng: Option<Rng>,
 }
@@ -199,7 +200,7 @@ impl State {
 
     /// Fails if the process is dead.
     pub(super) fn alive(&self) -> io::Result<()> {
-        if self.death.is_some() {
+        if self.death.is_some() || self.processes.is_current_dead() {
             Err(process_death())
         } else {
             Ok(())
@@ -223,6 +224,13 @@ impl State {
             let error = process_death();
             return Ok(Gate::Fail {
                 error,
+                kept_bytes,
+                sync: SyncFailure::KeepDirty,
+            });
+        }
+        if let Some(kept_bytes) = self.processes.strike(self.steps) {
+            return Ok(Gate::Fail {
+                error: process_death(),
                 kept_bytes,
                 sync: SyncFailure::KeepDirty,
             });

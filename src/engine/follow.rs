@@ -1,0 +1,577 @@
+//! Following what other processes of a shared store do: the log is read on from where this process
+//! has come to; where others have sealed what it has not read, it starts again from their runs.
+//!
+//! Safety properties:
+//! A. Called with the turn held, so that the log stands still and nobody is in the middle of a
+//!    write: what is not a whole frame at its end was left by a process that died.
+//! B. Only whole frames are taken in; a torn one is overwritten with zeros, durably, before
+//!    anything is appended in its place.
+//! C. The manifest may be replaced meanwhile, by whoever has the gate for that. It is read as a
+//!    whole, and read again if a file that it lists is gone.
+
+use std::collections::BTreeMap;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Weak};
+
+use super::Engine;
+use super::catalog::read_manifest;
+use super::core::{Core, KnownNamespace, Part, Sealed, UnsettledEntry, View};
+use super::group::place_of;
+use super::join::Rebuilt;
+use super::lookup::read_error;
+use super::merge::run_entry;
+use super::open::open_segment;
+use super::runs::open_run;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::{Manifest, RunEntry};
+use crate::format::names::FileName;
+use crate::format::record::{FLAG_CARRIED, HEADER_BYTES, Record, Seal, claimed_bytes};
+use crate::format::shared::SharedCells;
+use crate::format::{to_u32, to_usize};
+use crate::index::KeyHash;
+use crate::log::replay::{Item, Replay};
+use crate::log::segment::SegmentFile;
+use crate::model::claim::Entry;
+use crate::model::retention::DropTime;
+use crate::options::OUTCOME_BYTES_DEFAULT;
+use crate::position::Position;
+use crate::stamp::Stamp;
+use crate::vfs::{Access, Dir};
+
+/// How much of the log is read at once.
+const CHUNK_BYTES: usize = 1 << 20;
+/// How much is looked at behind the known end.
+const PROBE_BYTES: usize = 64;
+/// How often the manifest is read again because a file that it lists is gone.
+pub(super) const TRIES_MAX: usize = 100;
+
+/// What the end of the log looks like.
+enum Read {
+    /// Whole frames, of so many bytes, the last of them at this offset.
+    Frames,
+    /// Nothing was ever written there.
+    Nothing,
+    /// The footer was read: the log goes on in the next segment.
+    Seal(Box<Seal>),
+}
+
+/// Whole frames from one place of a segment on.
+struct Piece<'a> {
+    items: Vec<Item<'a>>,
+    /// Behind the last frame that counts: lists of what is not settled count only together with
+    /// the seal behind them.
+    end: u32,
+    /// Where that frame begins.
+    last: u32,
+    /// Behind the last whole frame.
+    torn: u32,
+    /// A frame of a newer version is there.
+    is_newer: bool,
+}
+
+impl<'a> Piece<'a> {
+    fn read(bytes: &'a [u8], nonce: u32, at: u32) -> Self {
+        let mut replay = Replay::of_part(bytes, nonce, at);
+        let (mut items, mut counted) = (Vec::new(), 0);
+        let (mut end, mut last, mut frame, mut behind) = (at, at, at, at);
+        while let Some(item) = replay.next() {
+            if replay.end() != behind {
+                (frame, behind) = (behind, replay.end());
+            }
+            let is_list = matches!(item, Item::Unsettled);
+            items.push(item);
+            if !is_list {
+                (end, last, counted) = (behind, frame, items.len());
+            }
+        }
+        items.truncate(counted);
+        Piece {
+            items,
+            end,
+            last,
+            torn: replay.end(),
+            is_newer: replay.is_not_understood(),
+        }
+    }
+}
+
+impl Engine {
+    /// Reads on to the end of the log (A).
+    pub(crate) fn follow(&self, cells: &SharedCells) -> Result<()> {
+        let (is_behind, is_edited) = {
+            let mut core = self.core();
+            core.stamps.follow(Stamp::from_u64(cells.stamp));
+            (core.is_behind, core.edit_seen < cells.edit)
+        };
+        if is_behind {
+            self.with_listed(|manifest| self.start_again(manifest))?;
+        } else if is_edited {
+            self.follow_far()?;
+        }
+        {
+            let mut core = self.core();
+            loop {
+                match self.read_on(&mut core, cells)? {
+                    Read::Frames => {}
+                    Read::Nothing => break,
+                    Read::Seal(seal) => self.follow_roll(&mut core, &seal)?,
+                }
+            }
+        }
+        if is_edited {
+            self.with_listed(|manifest| self.follow_files(manifest))?;
+        }
+        Ok(())
+    }
+
+    /// Does something with the manifest; again if a later edit has removed what this one lists (C).
+    fn with_listed(&self, mut act: impl FnMut(&Manifest) -> Result<()>) -> Result<()> {
+        let mut tried = 0;
+        loop {
+            let manifest = self.read_listed()?;
+            let done = act(&manifest);
+            if done.is_ok() || tried == TRIES_MAX || self.read_listed()?.edit == manifest.edit {
+                return done;
+            }
+            tried += 1;
+        }
+    }
+
+    pub(super) fn read_listed(&self) -> Result<Manifest> {
+        read_manifest(self.dir.as_ref())?.ok_or_else(|| {
+            let name = FileName::Manifest.to_string();
+            Error::damaged(name, 0, "MANIFEST is gone while the store is open")
+        })
+    }
+
+    /// Starts again from the runs if others have sealed more than what this process is in.
+    fn follow_far(&self) -> Result<()> {
+        self.with_listed(|manifest| {
+            let active = self.core().writer.segment.id;
+            let unsealed = |id: u64| {
+                let mut listed = manifest.segments.iter();
+                listed.any(|s| s.id == id && s.sealed.is_none())
+            };
+            let later = manifest
+                .segments
+                .iter()
+                .map(|s| s.id)
+                .filter(|id| *id > active);
+            if unsealed(active) || later.min().is_some_and(unsealed) {
+                self.follow_rest(&mut self.core(), manifest);
+                return Ok(());
+            }
+            self.start_again(manifest)
+        })
+    }
+
+    /// Takes over which files there are, and what else the manifest says.
+    fn follow_files(&self, manifest: &Manifest) -> Result<()> {
+        let mut core = self.core();
+        let dir = self.dir.as_ref();
+        let active = core.writer.segment.id;
+        let mut next: BTreeMap<u64, Arc<SegmentFile>> = core
+            .next
+            .iter()
+            .map(|segment| (segment.id, Arc::clone(segment)))
+            .collect();
+        for entry in &manifest.segments {
+            if entry.id > active && entry.sealed.is_none() && !next.contains_key(&entry.id) {
+                let segment = open_segment(dir, manifest, entry, self.hash.id(), Access::Write)?;
+                next.insert(entry.id, segment);
+            }
+        }
+        let view = listed_view(dir, manifest, &self.hash, &core.view, active)?;
+        core.next = next.into_values().collect();
+        core.view = Arc::new(view);
+        self.follow_rest(&mut core, manifest);
+        core.edit_seen = manifest.edit;
+        Ok(())
+    }
+
+    /// Takes over namespaces, time and stamps.
+    pub(super) fn follow_rest(&self, core: &mut Core, manifest: &Manifest) {
+        let known: Vec<u16> = core.namespaces.keys().copied().collect();
+        for id in known {
+            if !manifest.namespaces.iter().any(|n| n.id == id) {
+                core.namespaces.remove(&id);
+                core.outboxes.remove(&id);
+                core.forget_namespace(id);
+            }
+        }
+        for entry in &manifest.namespaces {
+            core.namespaces
+                .entry(entry.id)
+                .or_insert_with(|| KnownNamespace {
+                    name: entry.name.clone(),
+                    kind: entry.kind,
+                    key_time: None,
+                });
+        }
+        core.stamps.extend(manifest.generation_reserved);
+        self.time.adopt(self.clock(), manifest.anchor);
+    }
+
+    /// Continues in the next segment, as whoever has rolled did.
+    fn follow_roll(&self, core: &mut Core, seal: &Seal) -> Result<()> {
+        let active = core.writer.segment.id;
+        if core.next.front().is_none_or(|next| next.id <= active) {
+            let manifest = self.read_listed()?;
+            let later = manifest.segments.iter().filter(|s| s.id > active);
+            let entry = later.min_by_key(|s| s.id).ok_or_else(|| {
+                let name = core.writer.segment.name();
+                Error::damaged(
+                    name,
+                    0,
+                    "the log has ended, and the manifest lists no next segment",
+                )
+            })?;
+            let segment = open_segment(
+                self.dir.as_ref(),
+                &manifest,
+                entry,
+                self.hash.id(),
+                Access::Write,
+            )?;
+            core.next.push_front(segment);
+        }
+        let Some(next) = core.next.pop_front() else {
+            return Ok(());
+        };
+        core.tally.drop_at = core.tally.drop_at.max(DropTime::from_disk(seal.drop_at_s));
+        core.tally.unsettled_count = to_usize(seal.unsettled_count);
+        let frozen = core.switch(next, seal.trusted_ms);
+        // Without a map the segment is read by calls until it is sealed.
+        frozen.segment.freeze().map(|_| ()).unwrap_or_default();
+        Ok(())
+    }
+
+    /// Reads one piece of the active segment behind what is known.
+    fn read_on(&self, core: &mut Core, cells: &SharedCells) -> Result<Read> {
+        let segment = Arc::clone(&core.writer.segment);
+        let at = core.writer.end_offset();
+        let failed = |e| Error::io("reading the log failed", e).in_file(segment.name());
+        let told = Position::from_u64(cells.end);
+        let known = match told.segment().cmp(&segment.id) {
+            std::cmp::Ordering::Less => 0,
+            std::cmp::Ordering::Equal => told.offset().saturating_sub(at),
+            std::cmp::Ordering::Greater => segment.bytes - at,
+        };
+        let room = to_usize(segment.bytes - at);
+        let mut wanted = (to_usize(known) + PROBE_BYTES).min(CHUNK_BYTES).min(room);
+        loop {
+            let mut bytes = vec![0; wanted];
+            let file = segment.file().map_err(failed)?;
+            let got = file.read_at(&mut bytes, u64::from(at)).map_err(failed)?;
+            bytes.truncate(got);
+            let piece = Piece::read(&bytes, segment.nonce, at);
+            if piece.is_newer {
+                return Err(Error::new(
+                    ErrorKind::Incompatible,
+                    "another process has written a record of a newer version; stop it, or use \
+                     that version here",
+                )
+                .in_file(segment.name())
+                .at(u64::from(piece.torn)));
+            }
+            let len = to_usize(piece.end - at);
+            if len > 0 {
+                // From here on there is no way back but to start again.
+                core.is_behind = true;
+                let frames = bytes.get(..len).unwrap_or_default();
+                core.writer.absorb(frames, piece.last);
+                let read = self.take_in_all(core, piece.items)?;
+                core.is_behind = false;
+                return Ok(read);
+            }
+            let lists = to_usize(piece.torn - at);
+            let rest = bytes.get(lists..).unwrap_or_default();
+            let header = rest.get(..HEADER_BYTES);
+            let is_empty = header.is_none_or(|header| header.iter().take(8).all(|b| *b == 0));
+            if is_empty && lists == 0 && known == 0 {
+                return Ok(Read::Nothing);
+            }
+            let claimed = header.and_then(claimed_bytes).unwrap_or(HEADER_BYTES);
+            if claimed > rest.len() && bytes.len() < room {
+                wanted = (lists + claimed).min(room);
+                continue;
+            }
+            if known > 0 {
+                return Err(Error::damaged(
+                    segment.name(),
+                    u64::from(at),
+                    "what another process has appended does not read back",
+                ));
+            }
+            return self.clear_torn(core, (lists + claimed).min(room));
+        }
+    }
+
+    /// Overwrites what a dead process has left of a frame (B).
+    fn clear_torn(&self, core: &Core, bytes: usize) -> Result<Read> {
+        let segment = &core.writer.segment;
+        let at = u64::from(core.writer.end_offset());
+        let cleared = segment
+            .file()
+            .and_then(|file| file.write_at(&vec![0; bytes], at));
+        if let Err(source) = cleared {
+            let what = "clearing an unfinished write of a dead process failed";
+            let error = Error::io(what, source).in_file(segment.name());
+            self.poison_with(error.to_string());
+            return Err(error);
+        }
+        // Together with whatever others have appended: a failure is everybody's.
+        self.sync_segment(segment)?;
+        self.counters.torn_frames.add(1);
+        Ok(Read::Nothing)
+    }
+
+    fn take_in_all(&self, core: &mut Core, items: Vec<Item<'_>>) -> Result<Read> {
+        let mut seen = None;
+        let mut trusted_ms = 0;
+        for item in items {
+            match item {
+                Item::Record(offset, record) => {
+                    trusted_ms = trusted_ms.max(record.state.at_ms);
+                    self.take_in(core, offset, &record)?;
+                }
+                Item::Mark(mark) => trusted_ms = trusted_ms.max(mark.trusted_ms),
+                Item::Unsettled => {}
+                Item::Seal(seal) => {
+                    trusted_ms = trusted_ms.max(seal.trusted_ms);
+                    seen = Some(seal);
+                }
+            }
+        }
+        core.note_written();
+        if trusted_ms > 0 {
+            self.time.raise(self.clock(), trusted_ms);
+        }
+        Ok(match seen {
+            Some(seal) => Read::Seal(Box::new(seal)),
+            None => Read::Frames,
+        })
+    }
+
+    fn take_in(&self, core: &mut Core, offset: u32, record: &Record<'_>) -> Result<()> {
+        if !core.table.has_room(1) {
+            return Err(Error::damaged(
+                core.writer.segment.name(),
+                u64::from(offset),
+                "segment holds more records than its table has room for",
+            ));
+        }
+        let h = self.hash.hash(record.namespace, record.key);
+        let position = Position::new(core.writer.segment.id, offset);
+        let older = self.older_of(core, h, record)?;
+        let entry = record.kind.is_unsettled().then(|| UnsettledEntry {
+            namespace: record.namespace,
+            deadline_boot_ms: None,
+            owed_bytes: self.owed_by_others(core, record.namespace),
+        });
+        let older_at = older.as_ref().map(|(at, _)| *at);
+        core.take_in(record, h, offset, older_at, entry);
+        core.stamps.follow(Stamp::from_u64(record.state.stamp));
+        self.counters.records.add(1);
+        if core.outboxes.contains_key(&record.namespace) {
+            self.follow_outbox(core, record, position, older);
+        }
+        Ok(())
+    }
+
+    /// Returns the log space to keep free for a claim that this opener has not granted.
+    pub(super) fn owed_by_others(&self, core: &Core, namespace: u16) -> u32 {
+        let owes = core
+            .namespaces
+            .get(&namespace)
+            .is_some_and(|n| n.kind.has_claims() || super::intake::is_queue_name(&n.name));
+        if owes {
+            to_u32(OUTCOME_BYTES_DEFAULT).min(self.options.segment_bytes / 8)
+        } else {
+            0
+        }
+    }
+
+    /// Finds the record that this one supersedes, and where it was first appended; one behind the
+    /// active segment only if something there is not settled.
+    fn older_of(
+        &self,
+        core: &Core,
+        h: u64,
+        record: &Record<'_>,
+    ) -> Result<Option<(Position, u64)>> {
+        let segment = &core.writer.segment;
+        let own = |found: &Record<'_>| {
+            (found.namespace == record.namespace && found.key == record.key)
+                .then_some(found.parts.origin)
+        };
+        for at in core.table.candidates(h) {
+            let take = |frame: &crate::format::record::Frame<'_>| Ok(own(&frame.record()?));
+            let read = core
+                .writer
+                .read_image(at, take)
+                .unwrap_or_else(|| segment.read(at, take));
+            if let Some(origin) = read.map_err(|error| read_error(error, segment, at))? {
+                let position = Position::new(segment.id, at);
+                return Ok(Some((position, origin.unwrap_or(position.get()))));
+            }
+        }
+        let first = Position::new(segment.id, 0).get();
+        if core.unsettled.range(..first).next().is_none() {
+            return Ok(None);
+        }
+        let wanted = self.wanted(record.namespace, record.key);
+        let hit = self.search_view(&core.view, wanted, &|found| found.parts.origin)?;
+        Ok(hit.map(|hit| {
+            let position = hit.older.position;
+            (position, hit.taken.unwrap_or(position.get()))
+        }))
+    }
+
+    /// Tells the queue of an outbox that is open here what has become of an entry.
+    fn follow_outbox(
+        &self,
+        core: &mut Core,
+        record: &Record<'_>,
+        position: Position,
+        older: Option<(Position, u64)>,
+    ) {
+        if !record.kind.is_queued() {
+            let queue = core.outboxes.get_mut(&record.namespace);
+            if let (Some(queue), Some((_, place))) = (queue, older) {
+                queue.remove(place);
+            }
+            return;
+        }
+        if record.flags & FLAG_CARRIED != 0 {
+            core.move_queued(record, position);
+            return;
+        }
+        let entry = Entry::of_record(record);
+        let queued = self.queued_entry(&entry, position, core.failures);
+        let place = place_of(&entry, position);
+        if let Some(queue) = core.outboxes.get_mut(&record.namespace) {
+            if let Some((_, before)) = older.filter(|(_, before)| *before != place) {
+                queue.remove(before);
+            }
+            queue.change(place, queued);
+        }
+    }
+
+    /// Forgets what was read of the log, and takes over what others have made of it: they have
+    /// sealed more than is worth reading.
+    fn start_again(&self, manifest: &Manifest) -> Result<()> {
+        let view = self.core().view.clone();
+        let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view)?;
+        let granted: BTreeMap<u64, UnsettledEntry> = self.core().unsettled.clone();
+        let listed = {
+            let mut core = self.core();
+            core.is_behind = true;
+            core.stamps.follow(Stamp::from_u64(rebuilt.stamp));
+            let listed = rebuilt.install(&mut core);
+            core.unsettled.clear();
+            core.owed_bytes = 0;
+            self.follow_rest(&mut core, manifest);
+            listed
+        };
+        let (sealed, active) = listed;
+        self.gather_unsettled(sealed, active)?;
+        let mut core = self.core();
+        let mut more = 0i128;
+        for (at, entry) in &mut core.unsettled {
+            if let Some(before) = granted.get(at) {
+                more += i128::from(before.owed_bytes) - i128::from(entry.owed_bytes);
+                *entry = *before;
+            }
+        }
+        core.owed_bytes = u64::try_from(i128::from(core.owed_bytes) + more).unwrap_or(0);
+        core.note_written();
+        let outboxes: Vec<u16> = core.outboxes.keys().copied().collect();
+        drop(core);
+        for id in outboxes {
+            self.read_outbox(id)?;
+        }
+        self.core().is_behind = false;
+        Ok(())
+    }
+}
+
+/// Makes the view that a manifest describes, of what is open already and what is not.
+pub(super) fn listed_view(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    hash: &KeyHash,
+    old: &View,
+    active: u64,
+) -> Result<View> {
+    let mut view = View::default();
+    for entry in &manifest.segments {
+        let Some(sealed) = entry.sealed.filter(|_| entry.id < active) else {
+            continue;
+        };
+        let known = old.sealed.get(&entry.id).filter(|s| s.entry == sealed);
+        let sealed = match known {
+            Some(known) => Arc::clone(known),
+            None => Arc::new(open_sealed_one(dir, manifest, entry.id, hash, old)?),
+        };
+        view.sealed.insert(entry.id, sealed);
+    }
+    view.frozen = old.frozen.clone();
+    view.frozen.retain(|frozen| {
+        let mut listed = manifest.segments.iter();
+        listed.any(|s| s.id == frozen.segment.id && s.sealed.is_none())
+    });
+    for entry in manifest.runs.iter().filter(|run| run.hi < active) {
+        let known = old.parts.iter().find(|part| run_entry(&part.run) == *entry);
+        let part = match known {
+            Some(known) => Arc::clone(known),
+            None => Arc::new(Part {
+                run: open_run(dir, manifest, entry, hash).ok_or_else(|| unreadable(entry))?,
+                damaged: AtomicBool::new(false),
+            }),
+        };
+        view.parts.push(part);
+    }
+    view.parts
+        .sort_by_key(|part| std::cmp::Reverse(part.run.header.lo));
+    Ok(view)
+}
+
+fn unreadable(run: &RunEntry) -> Error {
+    let RunEntry { lo, hi, generation } = *run;
+    Error::damaged(
+        FileName::Run { lo, hi, generation }.to_string(),
+        0,
+        "index run is missing or damaged; close the store everywhere and open it once: it is \
+         built again then",
+    )
+}
+
+fn open_sealed_one(
+    dir: &dyn Dir,
+    manifest: &Manifest,
+    id: u64,
+    hash: &KeyHash,
+    old: &View,
+) -> Result<Sealed> {
+    let entry = manifest.segments.iter().find(|s| s.id == id);
+    let (Some(entry), Some(sealed)) = (entry, entry.and_then(|entry| entry.sealed)) else {
+        return Err(Error::invalid(format!("segment is not sealed: id={id}")));
+    };
+    let frozen = old.frozen.iter().find(|frozen| frozen.segment.id == id);
+    let (segment, former) = match frozen {
+        Some(frozen) => (Arc::clone(&frozen.segment), Arc::downgrade(&frozen.segment)),
+        None => {
+            let segment = open_segment(dir, manifest, entry, hash.id(), Access::Read)?;
+            (segment, Weak::new())
+        }
+    };
+    let mapped = segment
+        .sealed(dir)
+        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+    Ok(Sealed {
+        segment: Arc::new(mapped),
+        entry: sealed,
+        former,
+    })
+}

@@ -1,0 +1,581 @@
+//! Opening a store that several processes share: the first one recovers it, as an opener does that
+//! is alone; the others join, and change nothing but the manifest's list of what is reserved.
+//!
+//! Safety properties:
+//! A. LOCK is held by everybody: alone while the first one recovers, shared afterwards. An opener
+//!    that wants the store for itself is refused as long as anybody is in it, and the other way
+//!    round.
+//! B. Behind the end of the log there are zeros: no file is used again while a store is shared, and
+//!    the first one clears those that were.
+//! C. A generation is reserved durably, and its owner's file locked, before its first claim.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::Engine;
+use super::catalog::{Catalog, read_manifest};
+use super::core::{Core, Frozen, Tally, View, to_seconds};
+use super::follow::{TRIES_MAX, listed_view};
+use super::namespace::to_ms;
+use super::open::{LOCK_RETRY, open_segment, recover_or_create};
+use super::recovery::{
+    Base, Full, Gathered, assemble, footer_records, places, replay_segment, replay_unsealed,
+};
+use super::settle::read_image;
+use super::shared::Shared;
+use crate::clock::TrustedTime;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::manifest::Manifest;
+use crate::format::names::{FileName, GateName};
+use crate::format::segment::SEGMENT_HEADER_BYTES;
+use crate::format::shared::SharedCells;
+use crate::format::{to_u32, to_usize};
+use crate::index::KeyHash;
+use crate::index::active::ActiveTable;
+use crate::log::segment::SegmentFile;
+use crate::log::writer::Writer;
+use crate::options::Options;
+use crate::position::Position;
+use crate::stamp::{GENERATIONS_RESERVED, next_generation};
+use crate::stats::OpenReport;
+use crate::vfs::fork::ForkGuard;
+use crate::vfs::{Access, Dir, Lock, LockFile, LockMode};
+
+/// How long an open waits at least for others that open or close the same shared store.
+const JOIN_WAIT: Duration = Duration::from_secs(10);
+
+/// Records and their namespaces.
+type Places = Vec<(Position, u16)>;
+
+/// What an opener of a shared store holds for as long as it may still write.
+#[derive(Debug)]
+struct Membership {
+    dir: Arc<dyn Dir>,
+    member: Arc<dyn LockFile>,
+    /// Let go before the file's name: see the order in `drop`.
+    owner: Mutex<Option<Box<dyn Lock>>>,
+    generation: u64,
+    home: ForkGuard,
+}
+
+impl Lock for Membership {}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        if !self.home.is_at_home() {
+            // A forked child holds the parent's locks, and lets go of none of them.
+            return;
+        }
+        // Failing here leaves a file that whoever comes next removes.
+        let name = FileName::Owner(self.generation).to_string();
+        self.dir.unlink(&name).unwrap_or_default();
+        let owner = self
+            .owner
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        drop(owner);
+        self.member.unlock().unwrap_or_default();
+    }
+}
+
+/// Stands for the lock until the opener is a member; whoever opens lets it go on an error.
+#[derive(Debug)]
+struct NotYet;
+
+impl Lock for NotYet {}
+
+/// Opens a store in shared mode (A).
+pub(super) fn open_shared(
+    dir: Arc<dyn Dir>,
+    shown: &str,
+    in_place: bool,
+    options: Options,
+) -> Result<Arc<Engine>> {
+    let name = FileName::Lock.to_string();
+    let member = dir
+        .lock_file(&name, true)
+        .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))?;
+    let locked = |mode| {
+        member
+            .try_lock(mode)
+            .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))
+    };
+    let wait = options.lock_timeout.max(JOIN_WAIT);
+    let deadline = options.clock.read().boot_ms.saturating_add(to_ms(wait));
+    loop {
+        if locked(LockMode::Exclusive)? {
+            let own = (Arc::clone(&dir), options.clone());
+            let opened = open_first(&member, own, shown, in_place);
+            match opened {
+                // Somebody else has come in while the lock was handed on.
+                Ok(None) => {}
+                opened => {
+                    let_go_of_error(&member, &opened);
+                    return opened.and_then(|engine| engine.ok_or_else(|| replaced(shown)));
+                }
+            }
+        } else if locked(LockMode::Shared)? {
+            let joined =
+                check_place(&member, shown).and_then(|()| join(&dir, &member, in_place, options));
+            let_go_of_error(&member, &joined);
+            return joined.map(Arc::new);
+        }
+        if options.clock.read().boot_ms >= deadline {
+            return Err(not_shared(dir.as_ref(), shown));
+        }
+        std::thread::park_timeout(LOCK_RETRY);
+    }
+}
+
+/// Says who holds the store, by the text of the lock's file.
+fn not_shared(dir: &dyn Dir, shown: &str) -> Error {
+    let mut text = [0; 64];
+    let mut read = || {
+        let file = dir.open(&FileName::Lock.to_string(), Access::Read)?;
+        file.read_at(&mut text, 0)
+    };
+    let got = read().unwrap_or(0);
+    let holder = String::from_utf8_lossy(text.get(..got).unwrap_or_default()).into_owned();
+    let holder: String = holder.chars().filter(|c| !c.is_control()).collect();
+    Error::new(
+        ErrorKind::Locked,
+        format!(
+            "store is open elsewhere: holder={holder}; it does not share it: close it there, or \
+             open it in shared mode there, too"
+        ),
+    )
+    .in_file(shown)
+}
+
+fn let_go_of_error<T>(member: &Arc<dyn LockFile>, opened: &Result<T>) {
+    if opened.is_err() {
+        member.unlock().unwrap_or_default();
+    }
+}
+
+/// Refuses a directory, or a lock's file, that another one has taken the place of.
+fn check_place(member: &Arc<dyn LockFile>, shown: &str) -> Result<()> {
+    let asked = member.is_in_place();
+    if asked.map_err(|e| Error::io("locking the store failed", e).in_file(shown))? {
+        Ok(())
+    } else {
+        Err(replaced(shown))
+    }
+}
+
+fn replaced(shown: &str) -> Error {
+    let what = "the directory was replaced by another meanwhile; open it again";
+    Error::new(ErrorKind::Locked, what).in_file(shown)
+}
+
+/// Recovers the store alone, and lets the others in. `None`: another one was faster.
+fn open_first(
+    member: &Arc<dyn LockFile>,
+    (dir, options): (Arc<dyn Dir>, Options),
+    shown: &str,
+    in_place: bool,
+) -> Result<Option<Arc<Engine>>> {
+    check_place(member, shown)?;
+    note_sharing(dir.as_ref());
+    let engine = recover_or_create(dir, Box::new(NotYet), shown, in_place, options)?;
+    admit_others(engine, member)
+}
+
+/// Says in the lock's file who holds it, for those who are refused. A full disk is no reason not to
+/// open.
+fn note_sharing(dir: &dyn Dir) {
+    let note = b"several processes that share the store";
+    let write = || {
+        let file = dir.open(&FileName::Lock.to_string(), Access::Write)?;
+        file.set_len(0)?;
+        file.write_at(note, 0)
+    };
+    write().unwrap_or_default();
+}
+
+/// Turns a store that was opened alone into a shared one.
+fn admit_others(engine: Arc<Engine>, member: &Arc<dyn LockFile>) -> Result<Option<Arc<Engine>>> {
+    let mut engine = engine;
+    let Some(own) = Arc::get_mut(&mut engine) else {
+        return Err(Error::invalid("store is in use before it is open"));
+    };
+    let end = {
+        let core = own.core();
+        let empty = to_u32(SEGMENT_HEADER_BYTES);
+        let next = core.next.iter().map(|segment| (segment, empty));
+        for (segment, end) in [(&core.writer.segment, core.writer.end_offset())]
+            .into_iter()
+            .chain(next)
+        {
+            clear_behind(segment, end)?;
+        }
+        core.writer.end().get()
+    };
+    let edit = own.catalog().manifest().edit;
+    let cells = SharedCells {
+        end,
+        edit,
+        stamp: own.core().stamps.newest(),
+        // Recovery has made all of it durable.
+        durable: end,
+        ..SharedCells::default()
+    };
+    let shared = Shared::open(
+        &own.dir,
+        own.store,
+        own.options.turn_timeout,
+        member,
+        Some(&cells),
+    )?;
+    own.core().edit_seen = edit;
+    own.shared = Some(shared);
+    own.hold_membership(member)?;
+    let admitted = member
+        .try_lock(LockMode::Shared)
+        .map_err(|e| Error::io("locking the store failed", e))?;
+    Ok(admitted.then_some(engine))
+}
+
+/// Overwrites old bytes of a file's former life with zeros (B).
+fn clear_behind(segment: &SegmentFile, end: u32) -> Result<()> {
+    if !segment.recycled {
+        return Ok(());
+    }
+    let clear = || {
+        let file = segment.file()?;
+        let zeros = vec![0; to_usize(segment.bytes - end)];
+        file.write_at(&zeros, u64::from(end))?;
+        file.sync()
+    };
+    clear().map_err(|e| Error::io("clearing a segment failed", e).in_file(segment.name()))
+}
+
+/// Joins a store that others have open.
+fn join(
+    dir: &Arc<dyn Dir>,
+    member: &Arc<dyn LockFile>,
+    in_place: bool,
+    options: Options,
+) -> Result<Engine> {
+    let manifest = read_manifest(dir.as_ref())?.ok_or_else(|| {
+        let name = FileName::Manifest.to_string();
+        Error::damaged(name, 0, "MANIFEST is gone while the store is open")
+    })?;
+    let hash = KeyHash::new(&manifest.hash_key, manifest.store);
+    let shared = Shared::open(dir, manifest.store, options.turn_timeout, member, None)?;
+    let clock = options.clock.as_ref();
+    let turn = shared.gate(GateName::Turn, clock, shared.end_ms(clock))?;
+    let cells = shared.read()?;
+    if let Some(cause) = cells.poison {
+        return Err(Error::new(
+            ErrorKind::Poisoned,
+            format!(
+                "store is poisoned by an earlier failure: {cause}; close it in all processes, and \
+                 open it again"
+            ),
+        ));
+    }
+    let (manifest, rebuilt) = rebuild(dir, manifest, &hash, &options)?;
+    let time = TrustedTime::resume(options.clock.as_ref(), Some(manifest.anchor), 0);
+    time.raise(options.clock.as_ref(), rebuilt.trusted_ms);
+    drop(turn);
+    let report = OpenReport {
+        replayed_count: rebuilt.replayed_count,
+        ..OpenReport::default()
+    };
+    let mut core = rebuilt.core(&options);
+    let (sealed, active) = rebuilt.install(&mut core);
+    let mut engine = assemble(Base {
+        dir: Arc::clone(dir),
+        lock: Box::new(NotYet),
+        zero_fill: Engine::uses_zero_fill(&options, in_place),
+        options,
+        time,
+        hash,
+        store: manifest.store,
+        generation: 0,
+        catalog: Catalog::new(Arc::clone(dir), manifest.clone()),
+        core,
+        durable: Position::from_u64(cells.durable),
+        report,
+    });
+    engine.shared = Some(shared);
+    engine.reserve_generation()?;
+    {
+        // Whoever looks after the dead does so with this gate: not between making and locking.
+        let _nobody_looks = engine.gate(GateName::Upkeep, engine.gate_end_ms())?;
+        engine.hold_membership(member)?;
+    }
+    {
+        let mut core = engine.core();
+        engine.follow_rest(&mut core, &manifest);
+        // What it lists was taken over; what was edited since is not.
+        core.edit_seen = manifest.edit;
+    }
+    engine.gather_unsettled(sealed, active)?;
+    engine.refresh()?;
+    engine.count_unsettled();
+    Ok(engine)
+}
+
+/// Reads the store as the manifest lists it, with the turn held; again if a file that it lists is
+/// gone because it was replaced meanwhile.
+fn rebuild(
+    dir: &Arc<dyn Dir>,
+    known: Manifest,
+    hash: &KeyHash,
+    options: &Options,
+) -> Result<(Manifest, Rebuilt)> {
+    let read = || Ok::<_, Error>(read_manifest(dir.as_ref())?.unwrap_or_else(|| known.clone()));
+    let mut tried = 0;
+    loop {
+        let manifest = read()?;
+        match Rebuilt::of(dir, &manifest, hash, options, &View::default()) {
+            Ok(rebuilt) => return Ok((manifest, rebuilt)),
+            Err(_) if tried < TRIES_MAX && read()?.edit != manifest.edit => tried += 1,
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+impl Engine {
+    /// Reserves a generation of its own for this opener (C).
+    fn reserve_generation(&mut self) -> Result<()> {
+        let wall_ms = self.clock().read().wall_ms;
+        let mut generation = 0;
+        self.edit_manifest(|manifest| {
+            generation = next_generation(manifest.generation_reserved, wall_ms);
+            manifest.generation_reserved = generation + GENERATIONS_RESERVED;
+        })?;
+        self.generation = generation;
+        let stamps = self
+            .options
+            .stamps(generation, generation + GENERATIONS_RESERVED);
+        self.core().stamps = stamps;
+        Ok(())
+    }
+
+    /// Locks the file that says that this opener is alive, and keeps that with the membership.
+    fn hold_membership(&self, member: &Arc<dyn LockFile>) -> Result<()> {
+        let owner = Shared::own(self.dir.as_ref(), self.generation)?;
+        let membership = Membership {
+            dir: Arc::clone(&self.dir),
+            member: Arc::clone(member),
+            owner: Mutex::new(Some(owner)),
+            generation: self.generation,
+            home: ForkGuard::new(),
+        };
+        let held: Box<dyn Lock> = Box::new(membership);
+        self.lock
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .replace(held);
+        Ok(())
+    }
+
+    /// Ends this opener; the last one ends the store.
+    pub(super) fn close_shared(&self, shared: &Shared) -> Result<()> {
+        let synced = match self.poison.error() {
+            Some(error) => Err(error),
+            None => self.sync_all(),
+        };
+        let _one_at_a_time = self.upkeep();
+        {
+            let mut core = self.core();
+            if core.closed {
+                return Ok(());
+            }
+            core.closed = true;
+        }
+        synced?;
+        if !self.home.is_at_home() || !shared.is_last()? {
+            return Ok(());
+        }
+        self.follow(&shared.read()?)?;
+        let (segment, frozen, end) = {
+            let core = self.core();
+            let segment = Arc::clone(&core.writer.segment);
+            (segment, core.view.frozen.clone(), core.writer.end())
+        };
+        if self.poisoned().is_some() {
+            return Ok(());
+        }
+        for frozen in &frozen {
+            self.sync_frozen(frozen)?;
+        }
+        self.sync_segment(&segment)?;
+        self.syncer.reached(end);
+        self.write_hint();
+        self.edit_manifest(|manifest| manifest.closed_at = Some(end.get()))
+    }
+
+    /// Looks whether an opener has died, and tidies up behind it; with the upkeep held.
+    pub(super) fn look_after_dead(&self) -> Result<()> {
+        let Some(shared) = &self.shared else {
+            return Ok(());
+        };
+        match shared.try_gate(GateName::Merge, self.clock())? {
+            Some(_no_merges) => self.remove_left_by_dead(shared),
+            // At the next upkeep.
+            None => Ok(()),
+        }
+    }
+
+    /// Removes what dead openers have left: their own files, and those of their unfinished work.
+    /// Called with the upkeep gate held, and the merge gate.
+    fn remove_left_by_dead(&self, shared: &Shared) -> Result<()> {
+        let failed = |e| Error::io("listing the directory failed", e);
+        let names = self.dir.list().map_err(failed)?;
+        let parsed = || names.iter().filter_map(|name| FileName::parse(name));
+        let dead: Vec<u64> = parsed()
+            .filter_map(|name| match name {
+                FileName::Owner(generation) if generation != self.generation => Some(generation),
+                _ => None,
+            })
+            .filter(|generation| !shared.is_alive(*generation))
+            .collect();
+        if dead.is_empty() {
+            return Ok(());
+        }
+        let manifest = self.read_listed()?;
+        // What was unlisted by somebody who died then is unlisted durably before it goes.
+        self.dir
+            .sync()
+            .map_err(|e| Error::io("syncing the directory failed", e))?;
+        let is_left = |name: &FileName| match *name {
+            FileName::Temporary { .. } => true,
+            FileName::Segment(id) => manifest.dropped.contains(&id),
+            FileName::Run { lo, hi, generation } | FileName::Filter { lo, hi, generation } => {
+                let mut runs = manifest.runs.iter();
+                !runs.any(|r| (r.lo, r.hi, r.generation) == (lo, hi, generation))
+            }
+            _ => false,
+        };
+        let left: Vec<FileName> = parsed().filter(is_left).collect();
+        let owners = dead.into_iter().map(FileName::Owner);
+        for name in left.into_iter().chain(owners).map(|name| name.to_string()) {
+            super::catalog::remove_if_there(self.dir.as_ref(), &name)
+                .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
+        }
+        Ok(())
+    }
+}
+
+/// A store read back by a process that changes nothing in it.
+pub(super) struct Rebuilt {
+    view: View,
+    active: Arc<SegmentFile>,
+    end: u32,
+    table: ActiveTable,
+    tally: Tally,
+    began_at_s: u32,
+    next: VecDeque<Arc<SegmentFile>>,
+    /// Unsettled records outside the active segment that may be their key's newest.
+    sealed_unsettled: Places,
+    active_unsettled: Places,
+    trusted_ms: u64,
+    /// The newest stamp in what was read.
+    pub(super) stamp: u64,
+    replayed_count: u64,
+}
+
+impl Rebuilt {
+    /// Reads what the manifest lists; `old` is what is open already.
+    pub(super) fn of(
+        dir: &Arc<dyn Dir>,
+        manifest: &Manifest,
+        hash: &KeyHash,
+        options: &Options,
+        old: &View,
+    ) -> Result<Rebuilt> {
+        let mut opened = BTreeMap::new();
+        for entry in manifest.segments.iter().filter(|s| s.sealed.is_none()) {
+            let segment = open_segment(dir.as_ref(), manifest, entry, hash.id(), Access::Write)?;
+            opened.insert(entry.id, segment);
+        }
+        let mut report = OpenReport::default();
+        let gathered =
+            replay_unsealed(dir.as_ref(), manifest, &opened, hash, options, &mut report)?;
+        let Gathered {
+            frozen,
+            active: (active, replayed),
+            next,
+            trusted_ms,
+            ..
+        } = gathered;
+        let mut view = listed_view(dir.as_ref(), manifest, hash, old, active.id)?;
+        view.frozen.clear();
+        let mut sealed_unsettled = Vec::new();
+        for sealed in view.sealed.values() {
+            sealed_unsettled.extend(footer_records(sealed)?);
+        }
+        let began_at_s = to_seconds(trusted_ms);
+        let full_ones = frozen.iter().filter_map(|full| full.replayed.as_ref());
+        let stamp = full_ones
+            .map(|replayed| replayed.stamp)
+            .fold(replayed.stamp, u64::max);
+        for full in frozen {
+            let (frozen, unsettled) = freeze(full, hash, began_at_s)?;
+            sealed_unsettled.extend(unsettled);
+            view.frozen.push(Arc::new(frozen));
+        }
+        Ok(Rebuilt {
+            view,
+            end: replayed.end,
+            active_unsettled: places(active.id, &replayed.unsettled),
+            active,
+            table: replayed.table,
+            tally: replayed.tally,
+            began_at_s,
+            next: next.into(),
+            sealed_unsettled,
+            trusted_ms,
+            stamp,
+            replayed_count: report.replayed_count,
+        })
+    }
+
+    /// Makes an empty core for this store.
+    fn core(&self, options: &Options) -> Core {
+        let writer = Writer::new(Arc::clone(&self.active), self.end);
+        let table = ActiveTable::new(self.active.bytes);
+        Core::new(writer, table, Tally::new(), options.stamps(0, 0))
+    }
+
+    /// Puts the store into a core, but for what is not settled: that is returned.
+    pub(super) fn install(self, core: &mut Core) -> (Places, Places) {
+        core.writer = Writer::new(self.active, self.end);
+        core.table = self.table;
+        core.tally = self.tally;
+        core.began_at_s = self.began_at_s;
+        core.next = self.next;
+        core.view = Arc::new(self.view);
+        core.note_written();
+        (self.sealed_unsettled, self.active_unsettled)
+    }
+}
+
+/// Turns a full segment that is not sealed yet into a frozen one, and lists what is not settled.
+fn freeze(full: Full, hash: &KeyHash, began_at_s: u32) -> Result<(Frozen, Places)> {
+    let segment = full.segment;
+    let replayed = match full.replayed {
+        Some(replayed) => replayed,
+        None => replay_segment(&read_image(&segment)?, &segment, hash)?,
+    };
+    segment
+        .freeze()
+        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+    let unsettled = places(segment.id, &replayed.unsettled);
+    let frozen = Frozen {
+        table: replayed.table,
+        segment,
+        tally: replayed.tally,
+        end: replayed.end,
+        began_at_s,
+        synced: AtomicBool::new(false),
+    };
+    Ok((frozen, unsettled))
+}

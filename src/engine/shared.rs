@@ -1,0 +1,332 @@
+//! Several processes in one store: who is at what, and what they tell each other.
+//!
+//! Safety properties:
+//! A. Every gate is a lock of the kernel: who dies lets go of it, and nobody else takes it away.
+//!    Every wait for one has an end, and is `Locked` then.
+//! B. Gates are taken in the order upkeep, edit, turn, and merge or flush before them all; each
+//!    before the lock of this process that it stands for, but upkeep.
+//! C. Whoever holds the turn knows all of the log: it has read what others appended, or it appends
+//!    nothing.
+//! D. An owner is alive exactly as long as the kernel holds its lock. Asked with the turn held,
+//!    "dead" means that all it ever appended has been read.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::Engine;
+use super::namespace::to_ms;
+use crate::clock::Clock;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::StoreId;
+use crate::format::names::{FileName, GateName};
+use crate::format::shared::{Cell, SHARED_BYTES, SharedCells};
+use crate::position::Position;
+use crate::vfs::fork::ForkGuard;
+use crate::vfs::{Access, Dir, File, Lock, LockFile, LockMode};
+
+/// How often a gate is tried before there is a pause: most are held for some microseconds.
+const SPINS: u32 = 100;
+/// The first pause between two looks at a gate that somebody holds.
+const PAUSE_FIRST: Duration = Duration::from_micros(20);
+/// Longest pause between two looks at a gate that somebody holds.
+const PAUSE_MAX: Duration = Duration::from_millis(1);
+
+/// How often an opener tries to lock the file that says that it is alive.
+const OWN_TRIES_MAX: usize = 1000;
+
+/// One thing that a single process does at a time, and within it a single thread.
+#[derive(Debug)]
+struct Gate {
+    name: GateName,
+    lock: Arc<dyn LockFile>,
+    /// The process that opened it: a forked child has the same lock in its hands.
+    home: Arc<ForkGuard>,
+    /// A thread of this process has it.
+    taken: Mutex<bool>,
+    freed: Condvar,
+}
+
+/// A gate that is held.
+#[derive(Debug)]
+pub(crate) struct Held<'a> {
+    gate: &'a Gate,
+    locked: bool,
+}
+
+/// What came of waiting for a gate.
+pub(crate) enum Taken<'a, T> {
+    Held(Held<'a>),
+    /// Meanwhile this was found.
+    Needless(T),
+    /// Somebody else had it until the end of the wait.
+    TooLate,
+}
+
+impl Gate {
+    fn taken(&self) -> MutexGuard<'_, bool> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes the gate, unless `look` finds meanwhile that there is no need to.
+    fn take<T>(
+        &self,
+        clock: &dyn Clock,
+        end_ms: u64,
+        mut look: impl FnMut() -> Result<Option<T>>,
+    ) -> Result<Taken<'_, T>> {
+        let left = || end_ms.saturating_sub(clock.read().boot_ms);
+        let mut taken = self.taken();
+        while *taken {
+            let left = left();
+            if left == 0 {
+                return Ok(Taken::TooLate);
+            }
+            let waited = self.freed.wait_timeout(taken, Duration::from_millis(left));
+            taken = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        *taken = true;
+        drop(taken);
+        let mut held = Held {
+            gate: self,
+            locked: false,
+        };
+        let mut pause = PAUSE_FIRST;
+        let mut tries = 0;
+        loop {
+            let tried = self.lock.try_lock(LockMode::Exclusive);
+            let name = FileName::Gate(self.name).to_string();
+            if tried.map_err(|e| Error::io("locking a shared store failed", e).in_file(name))? {
+                held.locked = true;
+                return Ok(Taken::Held(held));
+            }
+            if let Some(found) = look()? {
+                return Ok(Taken::Needless(found));
+            }
+            if left() == 0 {
+                return Ok(Taken::TooLate);
+            }
+            tries += 1;
+            if tries < SPINS {
+                std::thread::yield_now();
+                continue;
+            }
+            std::thread::park_timeout(pause);
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        if self.locked && self.gate.home.is_at_home() {
+            // A lock that cannot be let go is let go with the process.
+            self.gate.lock.unlock().unwrap_or_default();
+        }
+        *self.gate.taken() = false;
+        self.gate.freed.notify_one();
+    }
+}
+
+/// Who flushes what is to be flushed.
+pub(crate) enum Flush<'a> {
+    Own(Held<'a>),
+    /// Somebody else has, up to here.
+    Done(Position),
+}
+
+/// What an opener of a shared store has that another one has not.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    dir: Arc<dyn Dir>,
+    store: StoreId,
+    /// LOCK, which everybody holds.
+    member: Arc<dyn LockFile>,
+    file: Arc<dyn File>,
+    gates: [Gate; 5],
+    /// How long a call waits for a gate.
+    wait: Duration,
+    /// Generations of which it is known that they are gone. They do not come back.
+    dead: Mutex<BTreeSet<u64>>,
+}
+
+impl Shared {
+    /// Opens the files of a shared store; the first opener makes them anew.
+    pub(crate) fn open(
+        dir: &Arc<dyn Dir>,
+        store: StoreId,
+        wait: Duration,
+        member: &Arc<dyn LockFile>,
+        first: Option<&SharedCells>,
+    ) -> Result<Shared> {
+        let name = FileName::Shared.to_string();
+        let open = || {
+            if let Some(cells) = first {
+                super::catalog::remove_if_there(dir.as_ref(), &name)?;
+                let file = dir.open(&name, Access::Create)?;
+                file.write_at(&cells.encode(&store), 0)?;
+                return Ok(file);
+            }
+            dir.open(&name, Access::Write)
+        };
+        let failed = |e| Error::io("opening a shared store failed", e);
+        let file = open().map_err(|e| failed(e).in_file(name))?;
+        let home = Arc::new(ForkGuard::new());
+        let gate = |gate: GateName| -> Result<Gate> {
+            let name = FileName::Gate(gate).to_string();
+            let lock = dir.lock_file(&name, true);
+            Ok(Gate {
+                name: gate,
+                lock: lock.map_err(|e| failed(e).in_file(name))?,
+                home: Arc::clone(&home),
+                taken: Mutex::default(),
+                freed: Condvar::new(),
+            })
+        };
+        let [turn, edit, upkeep, merge, flush] = GateName::ALL.map(gate);
+        Ok(Shared {
+            dir: Arc::clone(dir),
+            store,
+            member: Arc::clone(member),
+            file,
+            gates: [turn?, edit?, upkeep?, merge?, flush?],
+            wait,
+            dead: Mutex::default(),
+        })
+    }
+
+    fn find(&self, name: GateName) -> Result<&Gate> {
+        let gate = self.gates.iter().find(|gate| gate.name == name);
+        gate.ok_or_else(|| Error::invalid("no such gate"))
+    }
+
+    /// Takes a gate if it is free at once.
+    pub(crate) fn try_gate(&self, name: GateName, clock: &dyn Clock) -> Result<Option<Held<'_>>> {
+        let never = || Ok(None::<()>);
+        Ok(match self.find(name)?.take(clock, 0, never)? {
+            Taken::Held(held) => Some(held),
+            _ => None,
+        })
+    }
+
+    /// Returns until when a call that begins now may wait for gates, on the boot clock.
+    pub(crate) fn end_ms(&self, clock: &dyn Clock) -> u64 {
+        clock.read().boot_ms.saturating_add(to_ms(self.wait))
+    }
+
+    /// Takes a gate, and waits for it until then.
+    pub(crate) fn gate(&self, name: GateName, clock: &dyn Clock, end_ms: u64) -> Result<Held<'_>> {
+        match self.find(name)?.take(clock, end_ms, || Ok(None::<()>))? {
+            Taken::Held(held) => Ok(held),
+            _ => Err(self.locked(name)),
+        }
+    }
+
+    /// Takes the gate of flushes, unless somebody else flushes what is to be flushed.
+    pub(crate) fn flush_gate(
+        &self,
+        target: Position,
+        clock: &dyn Clock,
+        end_ms: u64,
+    ) -> Result<Flush<'_>> {
+        let durable = || {
+            let durable = Position::from_u64(self.read()?.durable);
+            Ok(Some(durable).filter(|durable| *durable >= target))
+        };
+        match self.find(GateName::Flush)?.take(clock, end_ms, durable)? {
+            Taken::Held(held) => Ok(Flush::Own(held)),
+            Taken::Needless(durable) => Ok(Flush::Done(durable)),
+            Taken::TooLate => Err(self.locked(GateName::Flush)),
+        }
+    }
+
+    fn locked(&self, name: GateName) -> Error {
+        Error::new(
+            ErrorKind::Locked,
+            format!(
+                "another process is in the way, or stopped where it should not be: gate={name:?} \
+                 waited_ms={}; try again",
+                to_ms(self.wait)
+            ),
+        )
+        .in_file(FileName::Gate(name).to_string())
+    }
+
+    pub(crate) fn read(&self) -> Result<SharedCells> {
+        let name = || FileName::Shared.to_string();
+        let mut bytes = [0; SHARED_BYTES];
+        self.file
+            .read_at(&mut bytes, 0)
+            .map_err(|e| Error::io("reading what processes share failed", e).in_file(name()))?;
+        SharedCells::decode(&bytes, &self.store)
+            .map_err(|why| Error::new(ErrorKind::Incompatible, why.0).in_file(name()))
+    }
+
+    pub(crate) fn write(&self, cell: &Cell) -> Result<()> {
+        let (at, bytes) = cell.encode();
+        self.file.write_at(&bytes, at).map_err(|e| {
+            Error::io("telling other processes failed", e).in_file(FileName::Shared.to_string())
+        })
+    }
+
+    /// Says, at the end of this opener, whether it was the last one; then nobody else can come in.
+    /// If it was not, it holds nothing any more.
+    pub(crate) fn is_last(&self) -> Result<bool> {
+        let tried = self.member.try_lock(LockMode::Exclusive);
+        let name = FileName::Lock.to_string();
+        tried.map_err(|e| Error::io("locking the store failed", e).in_file(name))
+    }
+
+    /// Says whether the opener of a generation is alive (D). What cannot be found out is taken for
+    /// alive: its lease ends all the same.
+    pub(crate) fn is_alive(&self, generation: u64) -> bool {
+        let dead = || self.dead.lock().unwrap_or_else(PoisonError::into_inner);
+        if dead().contains(&generation) {
+            return false;
+        }
+        let name = FileName::Owner(generation).to_string();
+        let gone = match self.dir.lock_file(&name, false) {
+            // Shared, so that two who ask do not take each other for the owner.
+            Ok(lock) => lock.try_lock(LockMode::Shared).unwrap_or(false),
+            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
+        };
+        if gone {
+            dead().insert(generation);
+        }
+        !gone
+    }
+
+    /// Locks the file that says that the opener of this generation is alive.
+    pub(crate) fn own(dir: &dyn Dir, generation: u64) -> Result<Box<dyn Lock>> {
+        let name = FileName::Owner(generation).to_string();
+        let note = format!("pid={}", std::process::id());
+        for _ in 0..OWN_TRIES_MAX {
+            let tried = dir.lock(&name, true, &note);
+            let failed = |e| Error::io("locking a shared store failed", e).in_file(name.clone());
+            if let Ok(lock) = tried.map_err(failed)? {
+                return Ok(lock);
+            }
+            // Somebody is just asking whether this opener is alive.
+            std::thread::park_timeout(PAUSE_MAX);
+        }
+        Err(Error::new(ErrorKind::Locked, "another opener has this generation").in_file(name))
+    }
+}
+
+impl Engine {
+    /// Takes a gate; nothing in a store of one process.
+    pub(crate) fn gate(&self, name: GateName, end_ms: u64) -> Result<Option<Held<'_>>> {
+        let Some(shared) = &self.shared else {
+            return Ok(None);
+        };
+        // A forked child would take the parent's.
+        self.check_home()?;
+        shared.gate(name, self.clock(), end_ms).map(Some)
+    }
+
+    /// Returns until when a call that begins now may wait for gates; 0 in a store of one process.
+    pub(crate) fn gate_end_ms(&self) -> u64 {
+        let shared = self.shared.as_ref();
+        shared.map_or(0, |shared| shared.end_ms(self.clock()))
+    }
+}

@@ -1,0 +1,231 @@
+//! The turn: who decides and appends now. In a store of one process it is the append lock; in a
+//! shared one also a lock among processes, and whoever has it knows all that the others appended.
+
+use std::ops::{Deref, DerefMut};
+
+use super::Engine;
+use super::core::Core;
+use super::shared::{Flush, Held, Shared};
+use crate::error::{Error, Result};
+use crate::format::names::GateName;
+use crate::format::shared::Cell;
+use crate::format::to_usize;
+use crate::log::segment::SegmentFile;
+use crate::log::sync::WaitError;
+use crate::log::sync::primitives::MutexGuard;
+use crate::options::Durability;
+use crate::position::Position;
+use crate::vfs::Access;
+
+/// The append lock, held, and in a shared store the turn.
+pub(crate) struct Turn<'a> {
+    core: MutexGuard<'a, Core>,
+    shared: Option<SharedTurn<'a>>,
+}
+
+/// Let go last: fields are dropped in order.
+struct SharedTurn<'a> {
+    engine: &'a Engine,
+    shared: &'a Shared,
+    /// What the others were told of the end of the log, and of the newest stamp.
+    told: (u64, u64),
+    _gate: Held<'a>,
+}
+
+impl Deref for Turn<'_> {
+    type Target = Core;
+
+    #[inline]
+    fn deref(&self) -> &Core {
+        &self.core
+    }
+}
+
+impl DerefMut for Turn<'_> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut Core {
+        &mut self.core
+    }
+}
+
+impl Drop for Turn<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(turn) = &mut self.shared {
+            turn.end(&mut self.core);
+        }
+    }
+}
+
+impl SharedTurn<'_> {
+    /// Leaves nothing in memory that the others do not see in the file, and tells them where the
+    /// log ends.
+    #[cold]
+    fn end(&self, core: &mut Core) {
+        if std::thread::panicking() {
+            return;
+        }
+        // Every path that appends has done so: what is left here nobody was told of.
+        if core.writer.has_unwritten() && self.engine.write_out(core).is_err() {
+            self.engine
+                .poison_with("appending without writing failed".to_owned());
+        }
+        let (end, stamp) = (core.writer.written().get(), core.stamps.newest());
+        if (end, stamp) != self.told
+            && let Err(error) = self.shared.write(&Cell::End { end, stamp })
+        {
+            self.engine.poison_with(error.to_string());
+        }
+    }
+}
+
+impl Engine {
+    /// Takes the turn. In a store of one process that is the append lock.
+    ///
+    /// # Errors
+    /// In a shared store `Locked` if another process does not let it go, and whatever reading the
+    /// log comes to.
+    #[inline]
+    pub(crate) fn turn(&self) -> Result<Turn<'_>> {
+        match &self.shared {
+            None => Ok(Turn {
+                core: self.core(),
+                shared: None,
+            }),
+            Some(shared) => self.shared_turn(shared),
+        }
+    }
+
+    /// Makes sure that everything is known that was appended before this call.
+    #[inline]
+    pub(crate) fn refresh(&self) -> Result<()> {
+        if self.shared.is_some() {
+            drop(self.turn()?);
+        }
+        Ok(())
+    }
+
+    /// In a shared store: takes over what this process has edited in the manifest, together with
+    /// whatever others have.
+    pub(crate) fn take_over_edit(&self) -> Result<()> {
+        let core = self.turn()?;
+        // Where nothing is followed any more, nothing is taken over: whoever asks must not go on.
+        self.check_writable(&core)
+    }
+
+    #[cold]
+    fn shared_turn<'a>(&'a self, shared: &'a Shared) -> Result<Turn<'a>> {
+        // A forked child has the parent's locks.
+        self.check_home()?;
+        let gate = shared.gate(GateName::Turn, self.clock(), shared.end_ms(self.clock()))?;
+        let cells = shared.read()?;
+        if let Some(cause) = &cells.poison {
+            self.poison_with(cause.clone());
+        }
+        let is_over = self.poisoned().is_some() || self.core().closed;
+        if !is_over {
+            self.follow(&cells)?;
+        }
+        Ok(Turn {
+            core: self.core(),
+            shared: (!is_over).then_some(SharedTurn {
+                engine: self,
+                shared,
+                told: (cells.end, cells.stamp),
+                _gate: gate,
+            }),
+        })
+    }
+
+    /// In a shared store nothing waits in memory: what is appended is written before the turn ends.
+    pub(crate) fn write_level(&self, level: Durability) -> Durability {
+        if self.shared.is_some() && level == Durability::Buffered {
+            Durability::Process
+        } else {
+            level
+        }
+    }
+
+    /// Flushes for all processes (the leader's part of a group commit), or takes what another
+    /// process has flushed.
+    pub(crate) fn lead_shared(
+        &self,
+        shared: &Shared,
+        target: Position,
+        end_ms: u64,
+    ) -> Result<Position> {
+        self.check_home()?;
+        let flush = shared.flush_gate(target, self.clock(), end_ms);
+        let _gate = match flush.map_err(Error::maybe_applied)? {
+            Flush::Own(gate) => gate,
+            Flush::Done(durable) => return Ok(durable),
+        };
+        let cells = shared.read().map_err(Error::maybe_applied)?;
+        let durable = Position::from_u64(cells.durable);
+        if durable >= target {
+            return Ok(durable);
+        }
+        let (segment, frozen, end) = {
+            let core = self.turn().map_err(Error::maybe_applied)?;
+            self.check_writable(&core).map_err(Error::maybe_applied)?;
+            let segment = std::sync::Arc::clone(&core.writer.segment);
+            (segment, core.view.frozen.clone(), core.writer.end())
+        };
+        let flushing = |durable: Position, flushing| Cell::Durable {
+            durable: durable.get(),
+            flushing,
+        };
+        shared
+            .write(&flushing(durable, true))
+            .map_err(Error::maybe_applied)?;
+        for frozen in &frozen {
+            self.sync_frozen(frozen)?;
+        }
+        self.sync_segment(&segment)?;
+        if cells.flushing {
+            let frozen = frozen.iter().map(|frozen| (&frozen.segment, frozen.end));
+            for (segment, end) in frozen.chain([(&segment, end.offset())]) {
+                self.check_flushed(segment, durable, end)?;
+            }
+        }
+        shared
+            .write(&flushing(end, false))
+            .map_err(Error::maybe_applied)?;
+        Ok(end)
+    }
+
+    /// Compares with what the device holds, with the gate of flushes held: the flush before was one
+    /// of a process that died in it, and nobody knows whether the kernel told it of a failure.
+    fn check_flushed(&self, segment: &SegmentFile, durable: Position, end: u32) -> Result<()> {
+        let from = match durable.segment().cmp(&segment.id) {
+            std::cmp::Ordering::Less => 0,
+            std::cmp::Ordering::Equal => durable.offset(),
+            std::cmp::Ordering::Greater => return Ok(()),
+        };
+        let check = || {
+            // An opening of its own: the other one is in use.
+            let file = self.dir.open(&segment.name(), Access::Write)?;
+            let mut bytes = vec![0; to_usize(end.saturating_sub(from))];
+            let got = file.read_at(&mut bytes, u64::from(from))?;
+            bytes.truncate(got);
+            let held = file.holds(&bytes, u64::from(from))?;
+            if held.is_none() {
+                // Where nobody can look: written and flushed once more.
+                file.write_at(&bytes, u64::from(from))?;
+                file.sync()?;
+            }
+            Ok(held)
+        };
+        let held = check().map_err(|e| {
+            Error::io("reading the log back failed", e)
+                .in_file(segment.name())
+                .maybe_applied()
+        })?;
+        if held == Some(false) {
+            let cause = "a flush of a process that died has failed".to_owned();
+            self.poison_with(cause);
+            return Err(self.wait_error(WaitError::Poisoned));
+        }
+        Ok(())
+    }
+}
