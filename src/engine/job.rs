@@ -82,7 +82,7 @@ impl<C: EffectClass> Taken<C> {
     /// then, or has its end. If `effect` panics, its outcome is unknown.
     ///
     /// # Errors
-    /// As [`Namespace::run_once`].
+    /// As [`Namespace::run_once`](crate::Namespace::run_once).
     pub fn run(
         mut self,
         effect: impl FnOnce(&Job) -> std::result::Result<Vec<u8>, Failure>,
