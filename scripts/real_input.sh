@@ -106,6 +106,24 @@ for order in emit-first mark-first; do
     fi
 done
 
+# Four filters at once over copies in another order share one store: each line once in all.
+for order in emit-first mark-first; do
+    pids=
+    for number in 1 2 3 4; do
+        shuf input > "copy-$number"
+        "$bin" filter --store "f-$order" --order $order --batch 500 --lock-timeout 60s \
+            < "copy-$number" > "four-$number" 2>> errors &
+        pids="$pids $!"
+    done
+    failures=0
+    for pid in $pids; do wait "$pid" || failures=$((failures + 1)); done
+    check "four $order filters at once end well" test "$failures" -eq 0
+    sort four-1 four-2 four-3 four-4 > printed
+    check "four $order filters print each line once in all" cmp -s printed wanted
+    echo "four $order filters: $(wc -l < four-1) $(wc -l < four-2) $(wc -l < four-3)" \
+        "$(wc -l < four-4) lines"
+done
+
 # 3. Fifty processes at once under one key, some of them killed: never two lines.
 : > ledger
 for key in order-1 order-2 order-3; do
