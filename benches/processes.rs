@@ -140,7 +140,7 @@ fn parent() {
         })
         .collect();
     println!(
-        "| processes | keys a second, all together | to one alone | memory of one, MiB | of that its own, MiB |"
+        "| processes | keys a second, all together | to one alone | memory of one, MiB | its own, MiB |"
     );
     println!("|---|---|---|---|---|");
     for (at, (processes, shared)) in ARRANGEMENTS.into_iter().enumerate() {
