@@ -139,9 +139,7 @@ fn parent() {
             rates[rates.len() / 2]
         })
         .collect();
-    println!(
-        "| processes | keys a second, all together | to one alone | memory of one, MiB | its own, MiB |"
-    );
+    println!("| processes | keys a second, all together | to one alone | memory, MiB | own, MiB |");
     println!("|---|---|---|---|---|");
     for (at, (processes, shared)) in ARRANGEMENTS.into_iter().enumerate() {
         let kind = if shared { "sharing" } else { "alone" };
