@@ -220,23 +220,38 @@ fn a_waker_may_end_the_claim_whose_renewal_it_is_told_of() {
         let mut waiting = Box::pin(jobs.claim_wait_async("k", LEASE * 20));
         assert!(poll(waiting.as_mut(), &waker).is_pending());
         let records = log.stats().records_count;
-        clock.advance_ms(LEASE.as_millis() as u64 / 3 + 1);
         let started = Instant::now();
+        let mut inherited = None;
+        let mut renewals_due = 0;
         while ended.try_recv().is_err() {
-            assert!(started.elapsed() < LONG, "no renewal, or it is stuck");
-            // A ring is heard once: it may have been for the clock.
-            assert!(poll(waiting.as_mut(), &waker).is_pending() || claim.lock().unwrap().is_none());
+            let waited = started.elapsed();
+            assert!(waited < LONG, "no renewal, or it is stuck");
+            // A ring comes unheard while the task is being polled: then the next renewal's is.
+            if renewals_due < 20 && waited.as_millis() >= renewals_due * 20 {
+                renewals_due += 1;
+                clock.advance_ms(LEASE.as_millis() as u64 / 3 + 1);
+            }
+            if inherited.is_none()
+                && let Poll::Ready(verdict) = poll(waiting.as_mut(), &waker)
+            {
+                // The claim had ended already, and this thread was not told yet.
+                inherited = Some(verdict.unwrap());
+            }
             std::thread::yield_now();
         }
-        // The renewal and the end are there, in this order, and nothing behind them.
-        assert_eq!(log.stats().records_count, records + 2);
-        let verdict = match poll(waiting.as_mut(), Waker::noop()) {
-            Poll::Ready(verdict) => verdict.unwrap(),
-            Poll::Pending => panic!("the claim has ended"),
+        let verdict = match inherited {
+            Some(verdict) => verdict,
+            None => match poll(waiting.as_mut(), Waker::noop()) {
+                Poll::Ready(verdict) => verdict.unwrap(),
+                Poll::Pending => panic!("the claim has ended"),
+            },
         };
         assert!(matches!(verdict, ClaimVerdict::New(_)), "{verdict:?}");
+        // A renewal, the end, the new claim; and nothing is renewed behind the end.
+        let after = log.stats().records_count;
+        assert!(after >= records + 3, "{records} {after}");
         clock.advance_ms(LEASE.as_millis() as u64);
         log.maintain().unwrap();
-        assert_eq!(log.stats().records_count, records + 3);
+        assert_eq!(log.stats().records_count, after);
     });
 }
