@@ -312,7 +312,8 @@ impl Options {
         self
     }
 
-    /// Sets how long an open waits for another opener to go. Default: not at all.
+    /// Sets how long an open waits for another opener to go. Default: not at all; in shared mode
+    /// 10 seconds, for others that open or close the store.
     pub fn lock_timeout(mut self, timeout: Duration) -> Self {
         self.lock_timeout = timeout;
         self

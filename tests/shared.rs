@@ -13,7 +13,7 @@ use idemlog::testing::sim::{
 use idemlog::{
     ClaimVerdict, Commit, CommitVerdict, DedupLog, Durability, EffectClass, ErrorKind, Filter,
     IntakeOptions, KeyState, Namespace, NamespaceOptions, NonRepeatable, ObserveOptions, Observed,
-    Options, Repeatable, Retention, RunVerdict, Submitted,
+    OpenMode, Options, Outbox, Repeatable, Retention, RunVerdict, Submitted,
 };
 
 fn clock() -> Arc<ManualClock> {
@@ -408,6 +408,19 @@ fn random_openers_agree_with_a_map() {
     }
 }
 
+/// Commits so many keys, each with one entry.
+fn publish(member: &Member, outbox: &Outbox, count: usize) {
+    let jobs = member.claims::<Repeatable>("c");
+    for n in 0..count {
+        let ClaimVerdict::New(mut claim) = jobs.claim(format!("j{n}")).unwrap() else {
+            panic!("the key is new");
+        };
+        let commit = Commit::new(b"").publish(outbox, format!("mail {n}"));
+        let committed = claim.commit_with(commit).unwrap();
+        assert!(matches!(committed, CommitVerdict::Committed { .. }));
+    }
+}
+
 /// Entries that one opener has leased are nobody else's: until it gives them back, acknowledges
 /// them, or dies.
 #[test]
@@ -417,17 +430,7 @@ fn an_outbox_is_dispatched_by_one_opener_at_a_time() {
     let b = Member::open(&disk, &clock);
     let outbox = |member: &Member| member.log.outbox("mail", small()).unwrap();
     let (first, second) = (outbox(&a), outbox(&b));
-    let jobs = a.claims::<Repeatable>("c");
-    for n in 0..6 {
-        let ClaimVerdict::New(mut claim) = jobs.claim(format!("j{n}")).unwrap() else {
-            panic!("the key is new");
-        };
-        let commit = Commit::new(b"").publish(&first, format!("mail {n}"));
-        assert!(matches!(
-            claim.commit_with(commit).unwrap(),
-            CommitVerdict::Committed { .. }
-        ));
-    }
+    publish(&a, &first, 6);
     let payloads = |entries: &[idemlog::OutboxEntry]| -> Vec<String> {
         let text = |e: &idemlog::OutboxEntry| String::from_utf8(e.payload.clone()).unwrap();
         entries.iter().map(text).collect()
@@ -442,7 +445,7 @@ fn an_outbox_is_dispatched_by_one_opener_at_a_time() {
     assert_eq!(payloads(&first.lease(9).unwrap()), ["mail 4", "mail 5"]);
     assert!(second.lease(9).unwrap().is_empty());
     assert_eq!(second.stats().unwrap().queued_count, 4);
-    drop((first, jobs));
+    drop(first);
     a.kill();
     // What the dead one was at is free at once, without its lease having lapsed.
     let rest = second.lease(9).unwrap();
@@ -846,17 +849,7 @@ fn what_becomes_of_a_carried_entry_is_followed() {
     let b = Member::open(&disk, &clock);
     let outbox = |member: &Member| member.log.outbox("mail", small()).unwrap();
     let (first, second) = (outbox(&a), outbox(&b));
-    let jobs = a.claims::<Repeatable>("c");
-    for n in 0..3 {
-        let ClaimVerdict::New(mut claim) = jobs.claim(format!("j{n}")).unwrap() else {
-            panic!("the key is new");
-        };
-        let commit = Commit::new(b"").publish(&first, format!("mail {n}"));
-        assert!(matches!(
-            claim.commit_with(commit).unwrap(),
-            CommitVerdict::Committed { .. }
-        ));
-    }
+    publish(&a, &first, 3);
     let mine = second.lease(1).unwrap();
     assert_eq!(mine.len(), 1);
     for n in 0..200 {
@@ -905,9 +898,30 @@ fn a_shared_store_at_rest_frees_its_space() {
         a.log.maintain().unwrap();
     }
     assert!(a.log.stats().drops_count > 0);
+    assert_eq!(b.filter.get("k").unwrap(), KeyState::Absent);
     a.log.purge("h", true).unwrap();
     disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace).only(Op::Write));
     let error = b.filter.observe("k").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Full, "{error}");
     assert_eq!(b.filter.observe("k").unwrap(), Observed::New);
+}
+
+#[test]
+fn what_a_shared_store_cannot_do_is_refused() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let salvage = options(&clock).open_mode(OpenMode::Salvage);
+    let error = salvage.open_on(disk.dir()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
+    let a = Member::open(&disk, &clock);
+    #[cfg(feature = "snowflake")]
+    assert_eq!(
+        a.log.snowflakes(1, 0).unwrap_err().kind(),
+        ErrorKind::Invalid
+    );
+    // What processes share is that of another version.
+    let mut cells = disk.read_file("SHARED").unwrap();
+    cells[0] ^= 1;
+    disk.write_file("SHARED", cells);
+    let error = a.filter.observe("k").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Incompatible, "{error}");
 }

@@ -47,7 +47,7 @@ pub(super) const TRIES_MAX: usize = 100;
 
 /// What the end of the log looks like.
 enum Read {
-    /// Whole frames, of so many bytes, the last of them at this offset.
+    /// Whole frames, which were taken in.
     Frames,
     /// Nothing was ever written there.
     Nothing,
@@ -140,7 +140,8 @@ impl Engine {
     pub(super) fn read_listed(&self) -> Result<Manifest> {
         read_manifest(self.dir.as_ref())?.ok_or_else(|| {
             let name = FileName::Manifest.to_string();
-            Error::damaged(name, 0, "MANIFEST is gone while the store is open")
+            let what = "MANIFEST is gone while the store is open; restore it from a backup";
+            Error::damaged(name, 0, what)
         })
     }
 
@@ -223,7 +224,8 @@ impl Engine {
                 Error::damaged(
                     name,
                     0,
-                    "the log has ended, and the manifest lists no next segment",
+                    "the log has ended, and the manifest lists no next segment; close the store \
+                     everywhere and open it again",
                 )
             })?;
             let segment = open_segment(
@@ -300,7 +302,8 @@ impl Engine {
                 return Err(Error::damaged(
                     segment.name(),
                     u64::from(at),
-                    "what another process has appended does not read back",
+                    "what another process has appended does not read back; nothing was appended \
+                     here; see docs/operations.md",
                 ));
             }
             return self.clear_torn(core, (lists + claimed).min(room));

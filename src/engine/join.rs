@@ -43,7 +43,7 @@ use crate::stats::OpenReport;
 use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Access, Dir, Lock, LockFile, LockMode};
 
-/// How long an open waits at least for others that open or close the same shared store.
+/// How long an open waits, unless told otherwise, for others that open or close the same store.
 const JOIN_WAIT: Duration = Duration::from_secs(10);
 
 /// Records and their namespaces.
@@ -103,7 +103,11 @@ pub(super) fn open_shared(
             .try_lock(mode)
             .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))
     };
-    let wait = options.lock_timeout.max(JOIN_WAIT);
+    let wait = if options.lock_timeout.is_zero() {
+        JOIN_WAIT
+    } else {
+        options.lock_timeout
+    };
     let deadline = options.clock.read().boot_ms.saturating_add(to_ms(wait));
     loop {
         if locked(LockMode::Exclusive)? {
@@ -262,7 +266,7 @@ fn join(
 ) -> Result<Engine> {
     let manifest = read_manifest(dir.as_ref())?.ok_or_else(|| {
         let name = FileName::Manifest.to_string();
-        Error::damaged(name, 0, "MANIFEST is gone while the store is open")
+        Error::damaged(name, 0, "MANIFEST is gone; restore it from a backup")
     })?;
     let hash = KeyHash::new(&manifest.hash_key, manifest.store);
     let shared = Shared::open(dir, manifest.store, options.turn_timeout, member, None)?;
@@ -497,6 +501,11 @@ impl Rebuilt {
             opened.insert(entry.id, segment);
         }
         let mut report = OpenReport::default();
+        // The turn is held, and no open may be under way: nobody is told of progress.
+        let options = &Options {
+            on_progress: None,
+            ..options.clone()
+        };
         let gathered =
             replay_unsealed(dir.as_ref(), manifest, &opened, hash, options, &mut report)?;
         let Gathered {

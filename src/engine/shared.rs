@@ -25,7 +25,8 @@ use crate::position::Position;
 use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Access, Dir, File, Lock, LockFile, LockMode};
 
-/// How often a gate is tried before there is a pause: most are held for some microseconds.
+/// How often the turn is tried before there is a pause: it is held for some microseconds. The other
+/// gates are held over flushes.
 const SPINS: u32 = 100;
 /// The first pause between two looks at a gate that somebody holds.
 const PAUSE_FIRST: Duration = Duration::from_micros(20);
@@ -92,7 +93,11 @@ impl Gate {
             locked: false,
         };
         let mut pause = PAUSE_FIRST;
-        let mut tries = 0;
+        let mut spins = if self.name == GateName::Turn {
+            SPINS
+        } else {
+            0
+        };
         loop {
             let tried = self.lock.try_lock(LockMode::Exclusive);
             let name = FileName::Gate(self.name).to_string();
@@ -106,8 +111,8 @@ impl Gate {
             if left() == 0 {
                 return Ok(Taken::TooLate);
             }
-            tries += 1;
-            if tries < SPINS {
+            if spins > 0 {
+                spins -= 1;
                 std::thread::yield_now();
                 continue;
             }
@@ -258,8 +263,13 @@ impl Shared {
         self.file
             .read_at(&mut bytes, 0)
             .map_err(|e| Error::io("reading what processes share failed", e).in_file(name()))?;
-        SharedCells::decode(&bytes, &self.store)
-            .map_err(|why| Error::new(ErrorKind::Incompatible, why.0).in_file(name()))
+        SharedCells::decode(&bytes, &self.store).map_err(|why| {
+            let what = format!(
+                "{}; close the store everywhere, and open it with one version",
+                why.0
+            );
+            Error::new(ErrorKind::Incompatible, what).in_file(name())
+        })
     }
 
     pub(crate) fn write(&self, cell: &Cell) -> Result<()> {
@@ -309,7 +319,11 @@ impl Shared {
             // Somebody is just asking whether this opener is alive.
             std::thread::park_timeout(PAUSE_MAX);
         }
-        Err(Error::new(ErrorKind::Locked, "another opener has this generation").in_file(name))
+        Err(Error::new(
+            ErrorKind::Locked,
+            "another opener has this generation; open again",
+        )
+        .in_file(name))
     }
 }
 

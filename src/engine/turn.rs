@@ -23,7 +23,7 @@ pub(crate) struct Turn<'a> {
     shared: Option<SharedTurn<'a>>,
 }
 
-/// Let go last: fields are dropped in order.
+/// What is let go behind the append lock.
 struct SharedTurn<'a> {
     engine: &'a Engine,
     shared: &'a Shared,
@@ -216,16 +216,18 @@ impl Engine {
             }
             Ok(held)
         };
-        let held = check().map_err(|e| {
-            Error::io("reading the log back failed", e)
-                .in_file(segment.name())
-                .maybe_applied()
-        })?;
-        if held == Some(false) {
-            let cause = "a flush of a process that died has failed".to_owned();
-            self.poison_with(cause);
-            return Err(self.wait_error(WaitError::Poisoned));
+        match check() {
+            Ok(None | Some(true)) => return Ok(()),
+            Ok(Some(false)) => {
+                self.poison_with("a flush of a process that died has failed".to_owned());
+            }
+            // A second flush would prove nothing, whatever this one has failed at.
+            Err(source) => {
+                let what = "comparing the log with the device failed";
+                let error = Error::io(what, source).in_file(segment.name());
+                self.poison_with(error.to_string());
+            }
         }
-        Ok(())
+        Err(self.wait_error(WaitError::Poisoned))
     }
 }
