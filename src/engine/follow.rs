@@ -8,6 +8,8 @@
 //!    anything is appended in its place.
 //! C. The manifest may be replaced meanwhile, by whoever has the gate for that. It is read as a
 //!    whole, and read again if a file that it lists is gone.
+//! D. Without the turn only that is read which was told at the end of a turn: nothing of it is
+//!    taken back, no segment ends in it, and it needs no edit of the manifest that is not known.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -22,6 +24,7 @@ use super::lookup::read_error;
 use super::merge::run_entry;
 use super::open::open_segment;
 use super::runs::open_run;
+use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{Manifest, RunEntry};
 use crate::format::names::FileName;
@@ -39,7 +42,9 @@ use crate::stamp::Stamp;
 use crate::vfs::{Access, Dir};
 
 /// How much of the log is read at once.
-const CHUNK_BYTES: usize = 1 << 20;
+const CHUNK_BYTES: usize = 256 << 10;
+/// What most records take.
+const RECORD_BYTES: usize = 32;
 /// How much is looked at behind the known end.
 const PROBE_BYTES: usize = 64;
 /// How often the manifest is read again because a file that it lists is gone.
@@ -57,7 +62,8 @@ enum Read {
 
 /// Whole frames from one place of a segment on.
 struct Piece<'a> {
-    items: Vec<Item<'a>>,
+    /// With the hash of each record's key.
+    items: Vec<(u64, Item<'a>)>,
     /// Behind the last frame that counts: lists of what is not settled count only together with
     /// the seal behind them.
     end: u32,
@@ -70,16 +76,26 @@ struct Piece<'a> {
 }
 
 impl<'a> Piece<'a> {
-    fn read(bytes: &'a [u8], nonce: u32, at: u32) -> Self {
+    /// Reads all frames before any is taken in: their places in the table are fetched meanwhile.
+    fn read(
+        bytes: &'a [u8],
+        nonce: u32,
+        at: u32,
+        hash_and_fetch: impl Fn(&Record<'a>) -> u64,
+    ) -> Self {
         let mut replay = Replay::of_part(bytes, nonce, at);
-        let (mut items, mut counted) = (Vec::new(), 0);
+        let (mut items, mut counted) = (Vec::with_capacity(bytes.len() / RECORD_BYTES), 0);
         let (mut end, mut last, mut frame, mut behind) = (at, at, at, at);
         while let Some(item) = replay.next() {
             if replay.end() != behind {
                 (frame, behind) = (behind, replay.end());
             }
             let is_list = matches!(item, Item::Unsettled);
-            items.push(item);
+            let h = match &item {
+                Item::Record(_, record) => hash_and_fetch(record),
+                _ => 0,
+            };
+            items.push((h, item));
             if !is_list {
                 (end, last, counted) = (behind, frame, items.len());
             }
@@ -122,6 +138,37 @@ impl Engine {
             self.with_listed(|manifest| self.follow_files(manifest))?;
         }
         Ok(())
+    }
+
+    /// Reads on while another process has the turn, up to what the one before it has told (D). What
+    /// goes wrong is left to this process's own turn.
+    pub(crate) fn follow_ahead(&self, shared: &Shared) {
+        let Ok(cells) = shared.read() else {
+            return;
+        };
+        let told = Position::from_u64(cells.end);
+        let mut core = self.core();
+        let (segment, at) = (Arc::clone(&core.writer.segment), core.writer.end_offset());
+        if core.is_behind
+            || core.closed
+            || core.edit_seen < cells.end_edit
+            || told.segment() != segment.id
+            || told.offset() <= at
+        {
+            return;
+        }
+        let mut bytes = vec![0; to_usize(told.offset() - at).min(CHUNK_BYTES)];
+        let read = segment
+            .file()
+            .and_then(|file| file.read_at(&mut bytes, u64::from(at)));
+        bytes.truncate(read.unwrap_or(0));
+        let piece = self.read_piece(&core, &bytes, at);
+        if piece.end > at {
+            // A failure leaves a mark that it is behind.
+            self.take_in_piece(&mut core, &bytes, piece)
+                .map(|_| ())
+                .unwrap_or_default();
+        }
     }
 
     /// Does something with the manifest; again if a later edit has removed what this one lists (C).
@@ -266,7 +313,7 @@ impl Engine {
             let file = segment.file().map_err(failed)?;
             let got = file.read_at(&mut bytes, u64::from(at)).map_err(failed)?;
             bytes.truncate(got);
-            let piece = Piece::read(&bytes, segment.nonce, at);
+            let piece = self.read_piece(core, &bytes, at);
             if piece.is_newer {
                 return Err(Error::new(
                     ErrorKind::Incompatible,
@@ -276,21 +323,18 @@ impl Engine {
                 .in_file(segment.name())
                 .at(u64::from(piece.torn)));
             }
-            let len = to_usize(piece.end - at);
-            if len > 0 {
-                // From here on there is no way back but to start again.
-                core.is_behind = true;
-                let frames = bytes.get(..len).unwrap_or_default();
-                core.writer.absorb(frames, piece.last);
-                let read = self.take_in_all(core, piece.items)?;
-                core.is_behind = false;
-                return Ok(read);
+            if piece.end > at {
+                let is_all = told == Position::new(segment.id, piece.end)
+                    && is_untouched(bytes.get(to_usize(piece.torn - at)..).unwrap_or_default());
+                return Ok(match self.take_in_piece(core, &bytes, piece)? {
+                    Read::Frames if is_all => Read::Nothing,
+                    read => read,
+                });
             }
             let lists = to_usize(piece.torn - at);
             let rest = bytes.get(lists..).unwrap_or_default();
             let header = rest.get(..HEADER_BYTES);
-            let is_empty = header.is_none_or(|header| header.iter().take(8).all(|b| *b == 0));
-            if is_empty && lists == 0 && known == 0 {
+            if (header.is_none() || is_untouched(rest)) && lists == 0 && known == 0 {
                 return Ok(Read::Nothing);
             }
             let claimed = header.and_then(claimed_bytes).unwrap_or(HEADER_BYTES);
@@ -329,14 +373,36 @@ impl Engine {
         Ok(Read::Nothing)
     }
 
-    fn take_in_all(&self, core: &mut Core, items: Vec<Item<'_>>) -> Result<Read> {
+    fn read_piece<'a>(&self, core: &Core, bytes: &'a [u8], at: u32) -> Piece<'a> {
+        Piece::read(bytes, core.writer.segment.nonce, at, |record| {
+            let h = self.hash.hash(record.namespace, record.key);
+            core.table.prefetch(h);
+            h
+        })
+    }
+
+    /// Takes in what was read where the log ends for this process.
+    fn take_in_piece(&self, core: &mut Core, bytes: &[u8], piece: Piece<'_>) -> Result<Read> {
+        let len = to_usize(piece.end - core.writer.end_offset());
+        // From here on there is no way back but to start again.
+        core.is_behind = true;
+        core.writer
+            .absorb(bytes.get(..len).unwrap_or_default(), piece.last);
+        let read = self.take_in_all(core, piece.items)?;
+        core.is_behind = false;
+        Ok(read)
+    }
+
+    fn take_in_all(&self, core: &mut Core, items: Vec<(u64, Item<'_>)>) -> Result<Read> {
         let mut seen = None;
         let mut trusted_ms = 0;
-        for item in items {
+        let mut records_count = 0;
+        for (h, item) in items {
             match item {
                 Item::Record(offset, record) => {
                     trusted_ms = trusted_ms.max(record.state.at_ms);
-                    self.take_in(core, offset, &record)?;
+                    records_count += 1;
+                    self.take_in(core, h, offset, &record)?;
                 }
                 Item::Mark(mark) => trusted_ms = trusted_ms.max(mark.trusted_ms),
                 Item::Unsettled => {}
@@ -347,6 +413,7 @@ impl Engine {
             }
         }
         core.note_written();
+        self.counters.records.add(records_count);
         if trusted_ms > 0 {
             self.time.raise(self.clock(), trusted_ms);
         }
@@ -356,7 +423,7 @@ impl Engine {
         })
     }
 
-    fn take_in(&self, core: &mut Core, offset: u32, record: &Record<'_>) -> Result<()> {
+    fn take_in(&self, core: &mut Core, h: u64, offset: u32, record: &Record<'_>) -> Result<()> {
         if !core.table.has_room(1) {
             return Err(Error::damaged(
                 core.writer.segment.name(),
@@ -364,7 +431,6 @@ impl Engine {
                 "segment holds more records than its table has room for",
             ));
         }
-        let h = self.hash.hash(record.namespace, record.key);
         let position = Position::new(core.writer.segment.id, offset);
         let older = self.older_of(core, h, record)?;
         let entry = record.kind.is_unsettled().then(|| UnsettledEntry {
@@ -375,7 +441,6 @@ impl Engine {
         let older_at = older.as_ref().map(|(at, _)| *at);
         core.take_in(record, h, offset, older_at, entry);
         core.stamps.follow(Stamp::from_u64(record.state.stamp));
-        self.counters.records.add(1);
         if core.outboxes.contains_key(&record.namespace) {
             self.follow_outbox(core, record, position, older);
         }
@@ -497,6 +562,12 @@ impl Engine {
         self.core().is_behind = false;
         Ok(())
     }
+}
+
+/// Says whether no frame was ever begun here.
+fn is_untouched(bytes: &[u8]) -> bool {
+    let begin = bytes.get(..8);
+    begin.is_some_and(|begin| begin.iter().all(|b| *b == 0))
 }
 
 /// Makes the view that a manifest describes, of what is open already and what is not.

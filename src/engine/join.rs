@@ -221,6 +221,7 @@ fn admit_others(engine: Arc<Engine>, member: &Arc<dyn LockFile>) -> Result<Optio
     let edit = own.catalog().manifest().edit;
     let cells = SharedCells {
         end,
+        end_edit: edit,
         edit,
         stamp: own.core().stamps.newest(),
         // Recovery has made all of it durable.

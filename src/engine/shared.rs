@@ -11,6 +11,7 @@
 //!    "dead" means that all it ever appended has been read.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -43,9 +44,16 @@ struct Gate {
     lock: Arc<dyn LockFile>,
     /// The process that opened it: a forked child has the same lock in its hands.
     home: Arc<ForkGuard>,
-    /// A thread of this process has it.
-    taken: Mutex<bool>,
+    queue: Mutex<Queue>,
     freed: Condvar,
+}
+
+/// The threads of this process at a gate.
+#[derive(Debug, Default)]
+struct Queue {
+    /// One of them has it, or asks the kernel for it.
+    taken: bool,
+    waiting_count: usize,
 }
 
 /// A gate that is held.
@@ -65,8 +73,8 @@ pub(crate) enum Taken<'a, T> {
 }
 
 impl Gate {
-    fn taken(&self) -> MutexGuard<'_, bool> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the gate, unless `look` finds meanwhile that there is no need to.
@@ -77,17 +85,19 @@ impl Gate {
         mut look: impl FnMut() -> Result<Option<T>>,
     ) -> Result<Taken<'_, T>> {
         let left = || end_ms.saturating_sub(clock.read().boot_ms);
-        let mut taken = self.taken();
-        while *taken {
+        let mut queue = self.queue();
+        while queue.taken {
             let left = left();
             if left == 0 {
                 return Ok(Taken::TooLate);
             }
-            let waited = self.freed.wait_timeout(taken, Duration::from_millis(left));
-            taken = waited.unwrap_or_else(PoisonError::into_inner).0;
+            queue.waiting_count += 1;
+            let waited = self.freed.wait_timeout(queue, Duration::from_millis(left));
+            queue = waited.unwrap_or_else(PoisonError::into_inner).0;
+            queue.waiting_count -= 1;
         }
-        *taken = true;
-        drop(taken);
+        queue.taken = true;
+        drop(queue);
         let mut held = Held {
             gate: self,
             locked: false,
@@ -99,9 +109,11 @@ impl Gate {
             0
         };
         loop {
-            let tried = self.lock.try_lock(LockMode::Exclusive);
-            let name = FileName::Gate(self.name).to_string();
-            if tried.map_err(|e| Error::io("locking a shared store failed", e).in_file(name))? {
+            let failed = |e| {
+                let name = FileName::Gate(self.name).to_string();
+                Error::io("locking a shared store failed", e).in_file(name)
+            };
+            if self.lock.try_lock(LockMode::Exclusive).map_err(failed)? {
                 held.locked = true;
                 return Ok(Taken::Held(held));
             }
@@ -128,8 +140,11 @@ impl Drop for Held<'_> {
             // A lock that cannot be let go is let go with the process.
             self.gate.lock.unlock().unwrap_or_default();
         }
-        *self.gate.taken() = false;
-        self.gate.freed.notify_one();
+        let mut queue = self.gate.queue();
+        queue.taken = false;
+        if queue.waiting_count > 0 {
+            self.gate.freed.notify_one();
+        }
     }
 }
 
@@ -151,6 +166,10 @@ pub(crate) struct Shared {
     gates: [Gate; 5],
     /// How long a call waits for a gate.
     wait: Duration,
+    /// Others have appended between the newest two turns of this process.
+    others_append: AtomicBool,
+    /// Where the log ended when this process let go of the turn.
+    end_left: AtomicU64,
     /// Generations of which it is known that they are gone. They do not come back.
     dead: Mutex<BTreeSet<u64>>,
 }
@@ -184,7 +203,7 @@ impl Shared {
                 name: gate,
                 lock: lock.map_err(|e| failed(e).in_file(name))?,
                 home: Arc::clone(&home),
-                taken: Mutex::default(),
+                queue: Mutex::default(),
                 freed: Condvar::new(),
             })
         };
@@ -196,6 +215,8 @@ impl Shared {
             file,
             gates: [turn?, edit?, upkeep?, merge?, flush?],
             wait,
+            others_append: AtomicBool::new(false),
+            end_left: AtomicU64::new(0),
             dead: Mutex::default(),
         })
     }
@@ -227,6 +248,26 @@ impl Shared {
         }
     }
 
+    /// Takes the turn. `meanwhile` is called again and again while another process has it, and once
+    /// before if others have appended since the turn before.
+    pub(crate) fn turn_gate(&self, clock: &dyn Clock, meanwhile: impl Fn()) -> Result<Held<'_>> {
+        // Relaxed: it decides when something is done, not whether.
+        if self.others_append.load(Ordering::Relaxed) {
+            meanwhile();
+        }
+        let look = || {
+            meanwhile();
+            Ok(None::<()>)
+        };
+        match self
+            .find(GateName::Turn)?
+            .take(clock, self.end_ms(clock), look)?
+        {
+            Taken::Held(held) => Ok(held),
+            _ => Err(self.locked(GateName::Turn)),
+        }
+    }
+
     /// Takes the gate of flushes, unless somebody else flushes what is to be flushed.
     pub(crate) fn flush_gate(
         &self,
@@ -255,6 +296,17 @@ impl Shared {
             ),
         )
         .in_file(FileName::Gate(name).to_string())
+    }
+
+    /// Notes where the log ends as a turn of this process begins.
+    pub(crate) fn note_begin(&self, end: u64) {
+        let left = self.end_left.load(Ordering::Relaxed);
+        self.others_append.store(left != end, Ordering::Relaxed);
+    }
+
+    /// Notes where the log ends as a turn of this process ends.
+    pub(crate) fn note_end(&self, end: u64) {
+        self.end_left.store(end, Ordering::Relaxed);
     }
 
     pub(crate) fn read(&self) -> Result<SharedCells> {

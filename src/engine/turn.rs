@@ -7,7 +7,6 @@ use super::Engine;
 use super::core::Core;
 use super::shared::{Flush, Held, Shared};
 use crate::error::{Error, Result};
-use crate::format::names::GateName;
 use crate::format::shared::Cell;
 use crate::format::to_usize;
 use crate::log::segment::SegmentFile;
@@ -71,10 +70,12 @@ impl SharedTurn<'_> {
                 .poison_with("appending without writing failed".to_owned());
         }
         let (end, stamp) = (core.writer.written().get(), core.stamps.newest());
-        if (end, stamp) != self.told
-            && let Err(error) = self.shared.write(&Cell::End { end, stamp })
-        {
-            self.engine.poison_with(error.to_string());
+        self.shared.note_end(end);
+        if (end, stamp) != self.told {
+            let edit = core.edit_seen;
+            if let Err(error) = self.shared.write(&Cell::End { end, stamp, edit }) {
+                self.engine.poison_with(error.to_string());
+            }
         }
     }
 }
@@ -117,13 +118,14 @@ impl Engine {
     fn shared_turn<'a>(&'a self, shared: &'a Shared) -> Result<Turn<'a>> {
         // A forked child has the parent's locks.
         self.check_home()?;
-        let gate = shared.gate(GateName::Turn, self.clock(), shared.end_ms(self.clock()))?;
+        let gate = shared.turn_gate(self.clock(), || self.follow_ahead(shared))?;
         let cells = shared.read()?;
         if let Some(cause) = &cells.poison {
             self.poison_with(cause.clone());
         }
         let is_over = self.poisoned().is_some() || self.core().closed;
         if !is_over {
+            shared.note_begin(cells.end);
             self.follow(&cells)?;
         }
         Ok(Turn {

@@ -15,8 +15,9 @@ const CAUSE_BYTES_MAX: usize = 240;
 /// One cell, by its place in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Cell {
-    /// The end of the log, and the newest stamp. Gate: turn.
-    End { end: u64, stamp: u64 },
+    /// The end of the log, the newest stamp, and the edit of the manifest that the log up to there
+    /// needs. Gate: turn; read without it, so it has a checksum.
+    End { end: u64, stamp: u64, edit: u64 },
     /// The newest edit of the manifest. Gate: edit.
     Edit(u64),
     /// Everything below is durable. Gate: flush; read without it, so it has a checksum.
@@ -34,9 +35,11 @@ impl Cell {
     pub(crate) fn encode(&self) -> (u64, Vec<u8>) {
         let mut bytes = Vec::with_capacity(16);
         let at = match self {
-            Cell::End { end, stamp } => {
+            Cell::End { end, stamp, edit } => {
                 bytes.put_u64(*end);
                 bytes.put_u64(*stamp);
+                bytes.put_u64(*edit);
+                put_crc_at_end(&mut bytes);
                 64
             }
             Cell::Edit(edit) => {
@@ -67,6 +70,9 @@ impl Cell {
 pub(crate) struct SharedCells {
     pub(crate) end: u64,
     pub(crate) stamp: u64,
+    /// The edit that the log up to its end needs.
+    pub(crate) end_edit: u64,
+    /// The newest edit.
     pub(crate) edit: u64,
     pub(crate) durable: u64,
     pub(crate) flushing: bool,
@@ -87,6 +93,7 @@ impl SharedCells {
             Cell::End {
                 end: self.end,
                 stamp: self.stamp,
+                edit: self.end_edit,
             },
             Cell::Edit(self.edit),
             Cell::Durable {
@@ -113,6 +120,7 @@ impl SharedCells {
             return Err(Malformed("shared file of another store or format"));
         }
         let cell = |at: usize| Reader::new(bytes.get(at..).unwrap_or_default());
+        let (end, stamp, end_edit) = decode_end(bytes);
         let (durable, flushing) = decode_durable(bytes);
         let mut poison = cell(256);
         let is_poisoned = poison.u32()? != 0;
@@ -123,8 +131,9 @@ impl SharedCells {
             Ok(String::from_utf8_lossy(cause).into_owned())
         };
         Ok(SharedCells {
-            end: cell(64).u64()?,
-            stamp: cell(72).u64()?,
+            end,
+            stamp,
+            end_edit,
             edit: cell(128).u64()?,
             durable,
             flushing,
@@ -133,11 +142,24 @@ impl SharedCells {
     }
 }
 
-/// A cell that was read while it was written says that nothing is known.
+/// A cell with a checksum. One that was read while it was written says that nothing is known.
+fn checked_cell(bytes: &[u8], at: usize, len: usize) -> Result<Reader<'_>, Malformed> {
+    let cell = bytes.get(at..at + len);
+    let cell = cell.ok_or(Malformed("cell is cut short"))?;
+    Ok(Reader::new(check_crc_at_end(cell)?))
+}
+
+fn decode_end(bytes: &[u8]) -> (u64, u64, u64) {
+    let read = || {
+        let mut cell = checked_cell(bytes, 64, 28)?;
+        Ok::<_, Malformed>((cell.u64()?, cell.u64()?, cell.u64()?))
+    };
+    read().unwrap_or_default()
+}
+
 fn decode_durable(bytes: &[u8]) -> (u64, bool) {
     let read = || {
-        let cell = bytes.get(192..212).ok_or(Malformed("cell is cut short"))?;
-        let mut cell = Reader::new(check_crc_at_end(cell)?);
+        let mut cell = checked_cell(bytes, 192, 20)?;
         Ok::<_, Malformed>((cell.u64()?, cell.u64()? != 0))
     };
     read().unwrap_or((0, true))
@@ -156,6 +178,7 @@ mod tests {
             Cell::End {
                 end: 1 << 40 | 5,
                 stamp: 77,
+                edit: 8,
             },
             Cell::Edit(9),
             Cell::Durable {
@@ -174,6 +197,7 @@ mod tests {
             SharedCells {
                 end: 1 << 40 | 5,
                 stamp: 77,
+                end_edit: 8,
                 edit: 9,
                 durable: 1 << 40,
                 flushing: true,
@@ -182,8 +206,13 @@ mod tests {
         );
         let mut torn = bytes.clone();
         torn[195] ^= 1;
+        torn[70] ^= 1;
         let torn = SharedCells::decode(&torn, &store).unwrap();
         assert_eq!((torn.durable, torn.flushing), (0, true));
+        assert_eq!(
+            (torn.end, torn.stamp, torn.end_edit, torn.edit),
+            (0, 0, 0, 9)
+        );
         assert!(SharedCells::decode(&bytes, &[8; 16]).is_err());
         assert!(SharedCells::decode(&bytes[..100], &store).is_err());
         bytes[3] ^= 1;

@@ -6,6 +6,7 @@
 //! takes over its slot.
 
 use crate::format::run::HASH_BITS;
+use crate::vfs::map::advise_large_pages;
 
 const OFFSET_BITS: u32 = 23;
 const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
@@ -40,7 +41,8 @@ impl ActiveTable {
     /// load of a half; smaller records fill it up, which ends the segment early.
     pub(crate) fn new(segment_bytes: u32) -> Self {
         let part_slot_bits = ActiveTable::slot_bits(segment_bytes);
-        let slots = vec![0; PARTS << part_slot_bits];
+        let mut slots = vec![0; PARTS << part_slot_bits];
+        advise_large_pages(&mut slots);
         ActiveTable {
             slots,
             part_slot_bits,

@@ -34,6 +34,10 @@ impl Writer {
     /// Continues a segment at this offset; [`SEGMENT_HEADER_BYTES`] for an empty one.
     pub(crate) fn new(segment: Arc<SegmentFile>, end: u32) -> Self {
         debug_assert!(end >= to_u32(SEGMENT_HEADER_BYTES));
+        // Single records are looked up, and in a shared store the place behind the end.
+        if let Ok(file) = segment.file() {
+            file.advise_random();
+        }
         Writer {
             segment,
             written: end,

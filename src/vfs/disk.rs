@@ -341,6 +341,11 @@ impl File for DiskFile {
         Ok(self.0.metadata()?.len())
     }
 
+    #[cfg(target_os = "linux")]
+    fn advise_random(&self) {
+        rustix::fs::fadvise(&self.0, 0, None, rustix::fs::Advice::Random).unwrap_or_default();
+    }
+
     fn map(&self) -> io::Result<Map> {
         Map::of_file(&self.0)
     }

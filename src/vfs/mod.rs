@@ -189,6 +189,9 @@ pub trait File: Send + Sync + fmt::Debug {
     /// # Errors
     /// What the system says; `InvalidData` for an empty file.
     fn map(&self) -> io::Result<Map>;
+
+    /// Tells the system that single places will be read, not what lies behind them. Only a hint.
+    fn advise_random(&self) {}
 }
 
 /// Reads until the buffer is full or the file ends: goes on after short reads and EINTR.
