@@ -25,7 +25,7 @@ use std::time::Instant;
 use idemlog::{DedupLog, Durability, NamespaceOptions, Options};
 
 const ROUNDS: usize = 5;
-const BATCHES: u64 = 3000;
+const BATCHES: u64 = 20_000;
 const BATCH_KEYS: u64 = 100;
 
 /// How many processes, and whether they share.

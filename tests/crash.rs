@@ -12,6 +12,7 @@ mod errors;
 mod faults;
 mod handler;
 mod scenarios;
+mod shared;
 mod table;
 mod upkeep;
 

@@ -925,3 +925,32 @@ fn a_thousand_tasks_race_on_tokio_and_each_key_has_one_effect() {
 fn a_thousand_tasks_race_on_smol_and_each_key_has_one_effect() {
     race(|task| smol::spawn(task).detach());
 }
+
+/// Another process flushes, and does not come to an end: a task is told so when a call of a thread
+/// would be, and what it has appended counts.
+#[test]
+fn a_task_does_not_wait_for_ever_for_the_flush_of_another_process() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("store");
+    let wait = Duration::from_millis(300);
+    let log = Options::new()
+        .shared(true)
+        .turn_timeout(wait)
+        .durability(Durability::Power)
+        .open(&path)
+        .unwrap();
+    let filter = filter(&log);
+    assert_eq!(filter.observe("first").unwrap(), Observed::New);
+    let gate = std::fs::File::open(path.join("LOCK.flush")).unwrap();
+    gate.lock().unwrap();
+    let began = Instant::now();
+    let error = smol::block_on(filter.observe_async("second")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
+    assert_eq!(error.applied(), idemlog::Applied::Maybe, "{error}");
+    let took = began.elapsed();
+    assert!(took >= wait && took < 20 * wait, "{took:?}");
+    gate.unlock().unwrap();
+    let again = smol::block_on(filter.observe_async("second")).unwrap();
+    assert_eq!(again, Observed::Duplicate);
+    log.close().unwrap();
+}

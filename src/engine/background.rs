@@ -152,8 +152,8 @@ fn flush_loop(engine: &Engine) {
         let result = if asked {
             let flushed = engine.flush_for_tasks();
             if flushed.is_err() && engine.poisoned().is_none() {
-                // Another process was in the way: the tasks wait on.
-                engine.background.flush_now();
+                // Another process was in the way: each task knows how long it waits.
+                engine.syncer.ring_tasks();
             }
             flushed
         } else {

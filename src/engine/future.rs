@@ -35,12 +35,14 @@ impl Engine {
         if level != Durability::Power {
             return self.ensure(end, failures, level);
         }
+        let end_ms = self.gate_end_ms();
         loop {
             // Registered before the look: a flush that ends behind it rings.
             let place = self.syncer.join(end);
             if let Some(judged) = self.syncer.judge(end, failures) {
                 return judged.map_err(|error| self.wait_error(error));
             }
+            self.check_gate_end(end_ms)?;
             if !self.background.flush_now() {
                 drop(place);
                 return self.ensure(end, failures, level);

@@ -248,9 +248,14 @@ impl Shared {
         }
     }
 
-    /// Takes the turn. `meanwhile` is called again and again while another process has it, and once
-    /// before if others have appended since the turn before.
-    pub(crate) fn turn_gate(&self, clock: &dyn Clock, meanwhile: impl Fn()) -> Result<Held<'_>> {
+    /// Takes the turn, and waits for it until then. `meanwhile` is called again and again while
+    /// another process has it, and once before if others have appended since the turn before.
+    pub(crate) fn turn_gate(
+        &self,
+        clock: &dyn Clock,
+        end_ms: u64,
+        meanwhile: impl Fn(),
+    ) -> Result<Held<'_>> {
         // Relaxed: it decides when something is done, not whether.
         if self.others_append.load(Ordering::Relaxed) {
             meanwhile();
@@ -259,10 +264,7 @@ impl Shared {
             meanwhile();
             Ok(None::<()>)
         };
-        match self
-            .find(GateName::Turn)?
-            .take(clock, self.end_ms(clock), look)?
-        {
+        match self.find(GateName::Turn)?.take(clock, end_ms, look)? {
             Taken::Held(held) => Ok(held),
             _ => Err(self.locked(GateName::Turn)),
         }
@@ -388,6 +390,17 @@ impl Engine {
         // A forked child would take the parent's.
         self.check_home()?;
         shared.gate(name, self.clock(), end_ms).map(Some)
+    }
+
+    /// Says whether a task has waited for another process's flush until then, which is an error:
+    /// what it has appended is in the log.
+    pub(crate) fn check_gate_end(&self, end_ms: u64) -> Result<()> {
+        match &self.shared {
+            Some(shared) if self.clock().read().boot_ms >= end_ms => {
+                Err(shared.locked(GateName::Flush).maybe_applied())
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Returns until when a call that begins now may wait for gates; 0 in a store of one process.

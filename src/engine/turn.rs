@@ -93,7 +93,7 @@ impl Engine {
                 core: self.core(),
                 shared: None,
             }),
-            Some(shared) => self.shared_turn(shared),
+            Some(shared) => self.shared_turn(shared, shared.end_ms(self.clock())),
         }
     }
 
@@ -115,10 +115,10 @@ impl Engine {
     }
 
     #[cold]
-    fn shared_turn<'a>(&'a self, shared: &'a Shared) -> Result<Turn<'a>> {
+    fn shared_turn<'a>(&'a self, shared: &'a Shared, end_ms: u64) -> Result<Turn<'a>> {
         // A forked child has the parent's locks.
         self.check_home()?;
-        let gate = shared.turn_gate(self.clock(), || self.follow_ahead(shared))?;
+        let gate = shared.turn_gate(self.clock(), end_ms, || self.follow_ahead(shared))?;
         let cells = shared.read()?;
         if let Some(cause) = &cells.poison {
             self.poison_with(cause.clone());
@@ -168,7 +168,9 @@ impl Engine {
             return Ok(durable);
         }
         let (segment, frozen, end) = {
-            let core = self.turn().map_err(Error::maybe_applied)?;
+            let core = self
+                .shared_turn(shared, end_ms)
+                .map_err(Error::maybe_applied)?;
             self.check_writable(&core).map_err(Error::maybe_applied)?;
             let segment = std::sync::Arc::clone(&core.writer.segment);
             (segment, core.view.frozen.clone(), core.writer.end())
