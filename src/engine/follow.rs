@@ -649,3 +649,59 @@ fn open_sealed_one(
         former,
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::vfs::sim::SimDisk;
+    use crate::{DedupLog, Durability, Filter, NamespaceOptions, Observed, Options};
+
+    fn open(disk: &SimDisk) -> (DedupLog, Filter) {
+        let options = Options::new()
+            .shared(true)
+            .background(false)
+            .durability(Durability::Process);
+        let log = options.open_on(disk.process().dir()).unwrap();
+        let filter = log.filter("f", NamespaceOptions::new()).unwrap();
+        (log, filter)
+    }
+
+    fn ahead(log: &DedupLog) -> u32 {
+        let engine = &log.handle.engine;
+        engine.follow_ahead(engine.shared.as_ref().unwrap());
+        engine.core().writer.end_offset()
+    }
+
+    /// Without the turn as much is read as was told when a turn ended, and no more: what lies behind
+    /// may be taken back by whoever has the turn.
+    #[test]
+    fn what_was_told_is_read_without_the_turn_and_nothing_else() {
+        let disk = SimDisk::new();
+        let ((a, keys), (b, others)) = (open(&disk), open(&disk));
+        b.handle.engine.refresh().unwrap();
+        let before = ahead(&b);
+        assert_eq!(keys.observe("told").unwrap(), Observed::New);
+        let shared = disk.read_file("SHARED").unwrap();
+        let told = a.handle.engine.core().writer.end_offset();
+        assert_eq!(keys.observe("later").unwrap(), Observed::New);
+        let end = a.handle.engine.core().writer.end_offset();
+        assert!(before < told && told < end);
+        // As if the second turn had not ended yet.
+        let now = disk.read_file("SHARED").unwrap();
+        disk.write_file("SHARED", shared);
+        assert_eq!((ahead(&b), ahead(&b)), (told, told));
+        // A cell that is being written tells nothing.
+        let mut torn = now.clone();
+        torn[70] ^= 1;
+        disk.write_file("SHARED", torn);
+        assert_eq!(ahead(&b), told);
+        disk.write_file("SHARED", now);
+        // A record of a namespace that this opener does not know yet.
+        let space = a.filter("g", NamespaceOptions::new()).unwrap();
+        assert_eq!(space.observe("in g").unwrap(), Observed::New);
+        assert_eq!(ahead(&b), told);
+        for key in ["told", "later"] {
+            assert_eq!(others.observe(key).unwrap(), Observed::Duplicate);
+        }
+        assert!(ahead(&b) > end);
+    }
+}

@@ -32,8 +32,8 @@ const FAULTS: &[Fault] = &[
         edits: &[
             (
                 "src/vfs/sim.rs",
-                "self.disk.state().sync(self.id, &self.name)",
-                "if FAULT { return Ok(()); }\n        self.disk.state().sync(self.id, &self.name)",
+                "self.dir.state().sync(self.id, &self.name)",
+                "if FAULT { return Ok(()); }\n        self.dir.state().sync(self.id, &self.name)",
             ),
             (
                 "src/vfs/disk.rs",
@@ -49,8 +49,8 @@ const FAULTS: &[Fault] = &[
         edits: &[
             (
                 "src/vfs/sim.rs",
-                "self.0.state().sync_dir()",
-                "if FAULT { return Ok(()); }\n        self.0.state().sync_dir()",
+                "self.state().sync_dir()",
+                "if FAULT { return Ok(()); }\n        self.state().sync_dir()",
             ),
             (
                 "src/vfs/disk.rs",
@@ -65,9 +65,9 @@ const FAULTS: &[Fault] = &[
         breaks: "P1, I3",
         edits: &[(
             "src/engine/append.rs",
-            "        match self.syncer.wait(end, failures, || self.lead()) {",
+            "        self.waited(self.syncer.wait(end, failures, || self.lead(end, end_ms)))",
             "        if FAULT {\n            return Ok(());\n        }\n        \
-             match self.syncer.wait(end, failures, || self.lead()) {",
+             self.waited(self.syncer.wait(end, failures, || self.lead(end, end_ms)))",
         )],
         noticed_by: "crash::",
     },
@@ -213,8 +213,9 @@ const FAULTS: &[Fault] = &[
         breaks: "P8, I12",
         edits: &[(
             "src/engine/sweep.rs",
-            "            if DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms) {",
-            "            if FAULT || DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms) {",
+            "let is_due = DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms);",
+            "let is_due = FAULT\n                || \
+             DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms);",
         )],
         noticed_by: "api::",
     },
@@ -468,8 +469,9 @@ const FAULTS: &[Fault] = &[
         breaks: "P8",
         edits: &[(
             "src/engine/mod.rs",
-            "        self.edit_manifest_at(anchor, |_| ())?;",
-            "        if !FAULT || confirmed {\n            self.edit_manifest_at(anchor, |_| ())?;\n        }",
+            "        self.edit_manifest_at(Some(confirmed), |_| ())?;",
+            "        if !FAULT || confirmed {\n            \
+             self.edit_manifest_at(Some(confirmed), |_| ())?;\n        }",
         )],
         noticed_by: "crash::",
     },
@@ -497,9 +499,9 @@ const FAULTS: &[Fault] = &[
         name: "a second opener gets in",
         breaks: "P9",
         edits: &[(
-            "src/vfs/sim.rs",
-            "        if let Some((_, holder)) = state.locks.get(name) {",
-            "        if let Some((_, holder)) = state.locks.get(name).filter(|_| !FAULT) {",
+            "src/vfs/sim/locks.rs",
+            "        if let Some(other) = other {",
+            "        if let Some(other) = other.filter(|_| !FAULT) {",
         )],
         noticed_by: "api::",
     },
@@ -583,6 +585,109 @@ const FAULTS: &[Fault] = &[
         )],
         noticed_by: "lib",
     },
+    Fault {
+        name: "half a frame of a dead process stays in the log",
+        breaks: "P4, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            ".and_then(|file| file.write_at(&vec![0; bytes], at));",
+            ".and_then(|file| if FAULT { Ok(()) } else { file.write_at(&vec![0; bytes], at) });",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "a record of one process waits in its memory",
+        breaks: "I3, shared",
+        edits: &[(
+            "src/engine/turn.rs",
+            "        if self.shared.is_some() && level == Durability::Buffered {",
+            "        if !FAULT && self.shared.is_some() && level == Durability::Buffered {",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "the files of other processes are not followed",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            "            self.with_listed(|manifest| self.follow_files(manifest))?;",
+            "            if !FAULT {\n                \
+             self.with_listed(|manifest| self.follow_files(manifest))?;\n            }",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "a dead owner is taken for alive",
+        breaks: "P5, shared",
+        edits: &[(
+            "src/engine/shared.rs",
+            "        !gone\n",
+            "        FAULT || !gone\n",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "a living owner is taken for dead",
+        breaks: "P5, shared",
+        edits: &[(
+            "src/engine/shared.rs",
+            "        if dead().contains(&generation) {",
+            "        if FAULT || dead().contains(&generation) {",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "a flush that its process did not survive is trusted",
+        breaks: "P1, shared",
+        edits: &[(
+            "src/engine/turn.rs",
+            "        if cells.flushing {",
+            "        if cells.flushing && !FAULT {",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "what poisons one process is not told to the others",
+        breaks: "P3, shared",
+        edits: &[(
+            "src/engine/turn.rs",
+            "        if let Some(cause) = &cells.poison {",
+            "        if let Some(cause) = cells.poison.as_ref().filter(|_| !FAULT) {",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "stamps of other processes are not followed",
+        breaks: "I5, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            "            core.stamps.follow(Stamp::from_u64(cells.stamp));",
+            "            if !FAULT {\n                \
+             core.stamps.follow(Stamp::from_u64(cells.stamp));\n            }",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "who has followed half-way goes on as if it were all",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            "        // From here on there is no way back but to start again.\n        \
+             core.is_behind = true;",
+            "        core.is_behind = !FAULT;",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "what others append is read before it is told",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            "vec![0; to_usize(told.offset() - at).min(CHUNK_BYTES)]",
+            "vec![0; if FAULT { CHUNK_BYTES } else { to_usize(told.offset() - at) }]",
+        )],
+        noticed_by: "lib",
+    },
 ];
 
 /// Makes all faults in the copy, each behind its own switch.
@@ -625,4 +730,24 @@ pub(crate) fn run(context: &Context) -> Fallible<Outcome> {
     println!("\n{table}");
     let what = format!("faults that no test notices: {}", survived.join("; "));
     Ok(Outcome::judge(counts, what))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::context::repository_root;
+
+    #[test]
+    fn every_text_that_a_fault_changes_is_there_once() {
+        let mut stale = Vec::new();
+        for fault in FAULTS {
+            for (file, from, _) in fault.edits {
+                let text = std::fs::read_to_string(repository_root().join(file)).unwrap();
+                if text.matches(from).count() != 1 {
+                    stale.push(format!("{}: {file}:\n{from}", fault.name));
+                }
+            }
+        }
+        assert!(stale.is_empty(), "{}", stale.join("\n\n"));
+    }
 }

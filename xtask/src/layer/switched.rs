@@ -65,12 +65,13 @@ struct Stage {
 const REPEATS_MAX: u32 = 5;
 
 /// The quick ones first: most faults end here, and only survivors pay for the rest.
-const STAGES: [Stage; 12] = [
+const STAGES: [Stage; 13] = [
     stage("lib", 120),
     stage("order::", 120),
     stage("golden::", 120),
     stage("api::", 180),
     stage("attached::", 180),
+    stage("shared::", 180),
     stage("repair::", 120),
     stage("crash::", 600),
     stage("clock::", 120),
