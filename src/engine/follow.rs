@@ -671,8 +671,8 @@ mod tests {
         engine.core().writer.end_offset()
     }
 
-    /// Without the turn as much is read as was told when a turn ended, and no more: what lies behind
-    /// may be taken back by whoever has the turn.
+    /// Without the turn as much is read as was told when a turn ended, and no more: what lies
+    /// behind may be taken back by whoever has the turn.
     #[test]
     fn what_was_told_is_read_without_the_turn_and_nothing_else() {
         let disk = SimDisk::new();
