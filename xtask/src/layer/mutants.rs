@@ -108,8 +108,8 @@ const FAULTS: &[Fault] = &[
             "src/log/replay.rs",
             "                self.not_understood = why == NEWER;\n                return None;",
             "                while FAULT && self.at + ALIGN < self.bytes.len() {\n                    \
-             self.at += ALIGN;\n                    if let Ok((item, len)) = self.parse() {\n                        \
-             self.at += len;\n                        self.sealed = matches!(item, Item::Seal(_));\n                        \
+             self.at += ALIGN;\n                    if let Ok((Content::One(item), len)) = self.parse() \
+             {\n                        self.at += len;\n                        self.sealed = matches!(item, Item::Seal(_));\n                        \
              return Some(item);\n                    }\n                }\n                \
              self.not_understood = why == NEWER;\n                return None;",
         )],

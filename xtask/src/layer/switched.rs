@@ -177,7 +177,7 @@ impl Copy {
                 "main",
                 "--no-run",
             ])
-            .arg("--message-format=json")
+            .arg("--message-format=json-render-diagnostics")
             .current_dir(&self.folder)
             .env("CARGO_TARGET_DIR", &self.target)
             .env("RUSTFLAGS", "--cap-lints allow")
