@@ -109,7 +109,7 @@ impl Filter {
         let wanted = engine.wanted_in(&self.space, key);
         let mut in_file = false;
         loop {
-            let snapshot = engine.snapshot(wanted.h);
+            let snapshot = engine.snapshot(wanted);
             let searched = engine.search(&snapshot, wanted, in_file, &|_| ())?;
             let now = engine.now();
             let asked = self.observation(options, &now);

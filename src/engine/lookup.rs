@@ -83,6 +83,9 @@ pub(crate) struct Snapshot {
 impl Snapshot {
     /// Has the processor fetch what a search for this key reads first.
     pub(crate) fn prefetch(&self, wanted: Wanted<'_>) {
+        for frozen in &self.view.frozen {
+            frozen.table.prefetch(wanted.h);
+        }
         for part in &self.view.parts {
             if !part.run.excludes(wanted.namespace, wanted.time) {
                 part.run.prefetch(wanted.h);
@@ -124,11 +127,16 @@ pub(crate) enum Completed<T> {
 }
 
 impl Engine {
-    /// Takes a snapshot, and has the processor fetch what [`Engine::complete`] will ask of it.
-    pub(crate) fn snapshot(&self, h: u64) -> Snapshot {
-        let core = self.core();
-        core.table.prefetch(h);
-        Snapshot::of(&core)
+    /// Takes a snapshot, and has the processor fetch what [`Engine::search`] and
+    /// [`Engine::complete`] will ask of it.
+    pub(crate) fn snapshot(&self, wanted: Wanted<'_>) -> Snapshot {
+        let snapshot = {
+            let core = self.core();
+            core.table.prefetch(wanted.h);
+            Snapshot::of(&core)
+        };
+        snapshot.prefetch(wanted);
+        snapshot
     }
 
     /// Searches for one key without the lock: all of the store if `in_file`, otherwise what lies

@@ -132,7 +132,7 @@ impl Engine {
     ) -> Result<(Decided<R>, Basis)> {
         let wanted = self.wanted_in(space, key);
         loop {
-            let snapshot = self.snapshot(wanted.h);
+            let snapshot = self.snapshot(wanted);
             let search = Search {
                 searched: self.search(&snapshot, wanted, in_file, &Entry::of_record)?,
                 snapshot: &snapshot,
