@@ -954,3 +954,29 @@ fn a_task_does_not_wait_for_ever_for_the_flush_of_another_process() {
     assert_eq!(again, Observed::Duplicate);
     log.close().unwrap();
 }
+
+/// A task that is told "duplicate" rests on a record that another caller left in memory: it must be
+/// as safe as the task's own level asks, with and without a thread that flushes.
+#[test]
+fn what_a_task_is_told_of_another_callers_record_is_as_safe_as_its_level() {
+    let buffered = ObserveOptions::new().durability(Durability::Buffered);
+    for background in [false, true] {
+        for level in [Durability::Process, Durability::Power] {
+            let disk = SimDisk::new();
+            let clock = Arc::new(ManualClock::new(START_MS));
+            let log = options(background, &clock).open_on(disk.dir()).unwrap();
+            let filter = filter(&log);
+            assert!(filter.observe_with("k", &buffered).unwrap().is_new());
+            let asked = ObserveOptions::new().durability(level);
+            let told = smol::block_on(filter.observe_with_async("k", &asked));
+            assert_eq!(told.unwrap(), Observed::Duplicate);
+            let left = match level {
+                Durability::Power => disk.after_power_cut(&mut PowerCut::drop_all()),
+                _ => disk.after_kill(),
+            };
+            let again = options(false, &clock).open_on(left.dir()).unwrap();
+            let filter = self::filter(&again);
+            assert_eq!(filter.observe("k").unwrap(), Observed::Duplicate);
+        }
+    }
+}

@@ -462,3 +462,28 @@ fn record_of<'a>(planned: &'a Planned<'_>, namespace: u16, core: &Core, now: Now
     record.parts.inherit_s = core.inherit(planned.older, now.trusted_ms);
     record
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::vfs::sim::SimDisk;
+    use crate::{Commit, Durability, Internal, NamespaceOptions, Options};
+
+    /// At `Process` a group is written before the lock is released: another caller's failure does
+    /// not reach it.
+    #[test]
+    fn a_group_at_process_is_written_before_anybody_else_appends() {
+        let options = Options::new()
+            .background(false)
+            .durability(Durability::Process);
+        let log = options.open_on(SimDisk::new().dir()).unwrap();
+        let jobs = log
+            .namespace::<Internal>("jobs", NamespaceOptions::new())
+            .unwrap();
+        let mail = log.outbox("mail", NamespaceOptions::new()).unwrap();
+        let claim = jobs.claim("k").unwrap().claim().unwrap();
+        let commit = Commit::new("done").publish(&mail, "sent");
+        let (committed, _) = jobs.append_attached(b"k", claim.epoch(), &commit).unwrap();
+        assert!(committed.is_written());
+        assert!(!log.handle.engine.core().writer.has_unwritten());
+    }
+}

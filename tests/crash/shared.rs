@@ -189,3 +189,17 @@ fn two_openers_that_are_stopped_together_lose_nothing() {
         assert!(totals.checked > 100);
     }
 }
+
+/// A close makes durable what was answered, whether or not others stay.
+#[test]
+fn who_leaves_has_made_durable_what_it_was_answered() {
+    let disk = SimDisk::seeded(1);
+    let [one, other] = [0, 1].map(|_| Side::open(&disk, Durability::Process).unwrap());
+    assert_eq!(one.filter.observe("left").unwrap(), Observed::New);
+    one.log.close().unwrap();
+    assert_eq!(other.filter.observe("later").unwrap(), Observed::New);
+    let bare = disk.after_power_cut(&mut PowerCut::drop_all());
+    let again = Side::open(&bare, Durability::Process).unwrap();
+    assert_eq!(again.filter.observe("left").unwrap(), Observed::Duplicate);
+    assert_eq!(again.filter.observe("later").unwrap(), Observed::New);
+}
