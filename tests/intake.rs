@@ -769,6 +769,16 @@ fn no_crash_leaves_a_payload_of_a_job_that_a_probe_has_ended() {
         let (claim, _entry) = intake.take(1).unwrap().remove(0).into_parts().unwrap();
         drop(claim.start(b"").unwrap().detach());
     }
+    // What a take has ended stays so behind a power cut right after it.
+    let ended = begun.after_kill();
+    let intake = open(&ended).unwrap();
+    assert!(intake.take(1).unwrap().is_empty());
+    let bare = ended.after_power_cut(&mut PowerCut::drop_all());
+    let status = open(&bare).unwrap().status("a").unwrap();
+    assert!(
+        matches!(status, JobStatus::Begun(KeyState::Done(_))),
+        "{status:?}"
+    );
     let crash = CrashOptions {
         base: begun,
         ..CrashOptions::default()
