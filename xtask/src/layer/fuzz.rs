@@ -122,6 +122,8 @@ fn fuzz(context: &Context, target: &str, built: &Path, seconds: u64) -> Fallible
         .unwrap_or(0);
     let mut crashes: Vec<String> = fs::read_dir(&artifacts)?
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        // A busy machine is slow; what hangs ends by the time limit.
+        .filter(|name| !name.starts_with("slow-unit-"))
         .map(|name| {
             format!(
                 "{target} breaks: cargo +nightly fuzz run {target} fuzz/artifacts/{target}/{name}"
