@@ -105,7 +105,7 @@ fn load(path: &Path, keys: u64, segment_bytes: u32) {
     println!("loaded: {asked} calls, {per_call:.2} us each; no verdict wrong");
     println!(
         "anonymous memory {memory_kib} KiB at most + filters {filters_kib} KiB; allowed {} KiB",
-        keys * 12 / 10 / 1024 + 98 * 1024
+        keys * 12 / 10 / 1024 + 64 * 1024
     );
     println!(
         "segments {}, index runs {}, merges {}, disk {:.1} bytes a key",

@@ -25,7 +25,7 @@ impl Engine {
     pub(crate) fn write_hint(&self) {
         let trusted_ms = self.now().trusted_ms;
         let durable = self.syncer.durable();
-        let (table, mut hint) = {
+        let (table, hint) = {
             let mut core = self.core();
             let end = core.writer.end();
             if end != durable
@@ -52,17 +52,18 @@ impl Engine {
                 superseded_count: core.tally.superseded_count,
                 drop_at_s: core.tally.drop_at.to_disk(),
                 unsettled,
-                entries: Vec::new(),
             };
             core.note_hint();
             (core.table.clone(), hint)
         };
-        hint.entries = table.sorted();
         let name = FileName::Hint(hint.segment).to_string();
         let dir = self.dir.as_ref();
         let write = || {
             remove_if_there(dir, &name)?;
-            dir.open(&name, Access::Create)?.write_at(&hint.encode(), 0)
+            let file = dir.open(&name, Access::Create)?;
+            hint.stream(table.count(), table.ascending(), |bytes, at| {
+                file.write_at(bytes, at)
+            })
         };
         if write().is_err() {
             remove_if_there(dir, &name).unwrap_or_default();
@@ -81,7 +82,8 @@ pub(super) fn read_hint(
     let file = dir
         .open(&FileName::Hint(segment.id).to_string(), Access::Read)
         .ok()?;
-    let hint = Hint::decode(&read_all(file.as_ref(), HINT_BYTES_MAX).ok()?).ok()?;
+    let bytes = read_all(file.as_ref(), HINT_BYTES_MAX).ok()?;
+    let (hint, entries) = Hint::decode(&bytes).ok()?;
     let same = hint.store == store
         && hint.hash_key_id == hash.id()
         && (hint.segment, hint.nonce) == (segment.id, segment.nonce);
@@ -89,11 +91,11 @@ pub(super) fn read_hint(
         return None;
     }
     let mut table = ActiveTable::new(segment.bytes);
-    for (h, offset) in &hint.entries {
-        if table.is_full() || *h >> HASH_BITS != 0 {
+    for (h, offset) in entries.iter() {
+        if table.is_full() || h >> HASH_BITS != 0 {
             return None;
         }
-        table.insert(*h, *offset);
+        table.insert(h, offset);
     }
     let unsettled: BTreeMap<u32, u16> = hint.unsettled.iter().copied().collect();
     let tally = Tally {

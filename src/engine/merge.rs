@@ -14,17 +14,16 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, PoisonError};
 
 use super::Engine;
-use super::catalog::remove_if_there;
 use super::core::{Part, View};
+use super::install::install;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::filter::FilterKind;
 use crate::format::manifest::RunEntry;
 use crate::format::names::{FileName, GateName};
 use crate::format::{times, to_u32};
-use crate::index::build::RunPlan;
-use crate::index::merge::{MergeError, merge};
+use crate::index::build::{BuildError, RunPlan};
+use crate::index::merge::merge;
 use crate::index::run::Run;
-use crate::vfs::{Access, Dir};
 
 /// Runs of one tier that are merged together.
 const FAN_IN: usize = 4;
@@ -63,20 +62,31 @@ impl Engine {
         let plan = self.plan_merge(&view, &inputs);
         let runs: Vec<&Run> = inputs.iter().map(|part| &part.run).collect();
         let is_live = |segment: u64| view.sealed.contains_key(&segment);
-        let stopping = || self.background.is_stopping();
-        let merged = install_merged(self.dir.as_ref(), &plan, &runs, is_live, stopping);
-        let run = match merged {
-            Ok(run) => run,
-            Err(Failed::Input(error)) => {
+        let installed = install(self.dir.as_ref(), &plan, |write| {
+            merge(&plan, &runs, is_live, |to, bytes, at| {
+                // A close waits for one chunk, not for the whole merge.
+                if self.background.is_stopping() {
+                    return Err(io::ErrorKind::Interrupted.into());
+                }
+                write(to, bytes, at)
+            })
+        });
+        let run = installed.map_err(|why| match why {
+            BuildError::Io(error) => {
+                Error::io("merging index runs failed; the log is intact", error)
+            }
+            BuildError::Malformed(why) => {
                 // Whichever input it was: each is checked and built again if it is damaged.
                 for part in inputs.iter().filter(|part| part.run.check_whole().is_err()) {
                     part.mark_damaged();
                 }
                 self.background.wake();
-                return Err(error);
+                Error::new(
+                    ErrorKind::Damaged,
+                    format!("index run is damaged and is being rebuilt: {}", why.0),
+                )
             }
-            Err(Failed::Output(error)) => return Err(error),
-        };
+        })?;
         self.replace_runs(&inputs, run)
     }
 
@@ -221,73 +231,6 @@ fn fit(bytes: &[u64], full: u64, heaviest: u64) -> bool {
     let once = (FAN_IN as u64..2 * FAN_IN as u64).contains(&least);
     let enough = bytes.len() == FAN_IN || once && sum + least > heaviest;
     alike && enough && sum <= heaviest
-}
-
-enum Failed {
-    Input(Error),
-    Output(Error),
-}
-
-/// Writes the two files of a merged run and opens them.
-fn install_merged(
-    dir: &dyn Dir,
-    plan: &RunPlan,
-    inputs: &[&Run],
-    is_live: impl Fn(u64) -> bool,
-    stopping: impl Fn() -> bool,
-) -> std::result::Result<Run, Failed> {
-    let (lo, hi, generation) = (plan.lo, plan.hi, plan.generation);
-    let temporary = |filter: bool| {
-        FileName::Temporary {
-            lo,
-            hi,
-            generation,
-            filter,
-        }
-        .to_string()
-    };
-    let output = |e| Failed::Output(Error::io("merging index runs failed; the log is intact", e));
-    let create = |name: &str| {
-        remove_if_there(dir, name)?;
-        dir.open(name, Access::Create)
-    };
-    let file = create(&temporary(false)).map_err(output)?;
-    let merged = merge(plan, inputs, is_live, |bytes, at| {
-        // A close waits for one chunk, not for the whole merge.
-        if stopping() {
-            return Err(io::ErrorKind::Interrupted.into());
-        }
-        file.write_at(bytes, at)
-    });
-    let merged = merged.map_err(|why| match why {
-        MergeError::Io(error) => output(error),
-        MergeError::Malformed(why) => Failed::Input(Error::new(
-            ErrorKind::Damaged,
-            format!("index run is damaged and is being rebuilt: {}", why.0),
-        )),
-    });
-    let merged = match merged {
-        Ok(merged) => merged,
-        Err(failed) => {
-            remove_if_there(dir, &temporary(false)).unwrap_or_default();
-            return Err(failed);
-        }
-    };
-    let finish = || {
-        file.write_at(&merged.header, 0)?;
-        file.sync()?;
-        let filter = create(&temporary(true))?;
-        filter.write_at(&merged.filter, 0)?;
-        filter.sync()?;
-        let [run, filter] = file_names(RunEntry { lo, hi, generation }).map(|n| n.to_string());
-        dir.rename(&temporary(false), &run)?;
-        dir.rename(&temporary(true), &filter)?;
-        dir.sync()?;
-        let run = dir.open(&run, Access::Read)?.map()?;
-        Ok((run, dir.open(&filter, Access::Read)?.map()?))
-    };
-    let (run, filter) = finish().map_err(output)?;
-    Run::open(run, filter).map_err(|why| Failed::Input(Error::new(ErrorKind::Damaged, why.0)))
 }
 
 #[cfg(test)]

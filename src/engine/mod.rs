@@ -22,6 +22,7 @@ mod future;
 mod group;
 pub(crate) mod handle;
 mod hint;
+mod install;
 pub(crate) mod intake;
 #[cfg(all(test, idemlog_shuttle))]
 mod interleaved;

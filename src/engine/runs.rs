@@ -5,9 +5,9 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
 use super::core::{Part, Sealed, View};
+use super::install::install_table;
 use super::merge::run_entry;
 use super::recovery::replay_segment;
-use super::seal::install_run;
 use crate::error::{Error, Result};
 use crate::format::filter::FilterKind;
 use crate::format::manifest::{Manifest, RunEntry, SealedEntry};
@@ -186,5 +186,5 @@ pub(super) fn rebuild_run(
         times: Vec::new(),
         filter: FilterKind::Bloom,
     };
-    install_run(dir, &plan, &replayed.table.sorted())
+    install_table(dir, &plan, &replayed.table)
 }

@@ -307,7 +307,8 @@ fn hinted(dir: &dyn Dir, source: &Source, store: StoreId) -> u64 {
     let read = || {
         let name = FileName::Hint(source.id).to_string();
         let file = dir.open(&name, Access::Read).ok()?;
-        Hint::decode(&read_all(file.as_ref(), HINT_BYTES_MAX).ok()?).ok()
+        let bytes = read_all(file.as_ref(), HINT_BYTES_MAX).ok()?;
+        Hint::decode(&bytes).ok().map(|(hint, _)| hint)
     };
     let own = |hint: &Hint| {
         hint.store == store

@@ -2,34 +2,33 @@
 //!
 //! Order of steps (each is a crash point; `tests/crash.rs` stops at every one):
 //! - roll: footer into the active segment, written; the table freezes; the next segment is active.
-//! - seal: flush the segment, write and sync run and filter under temporary names, rename, sync
-//!   the directory, manifest edit, switch the view.
+//! - seal: flush the segment, install run and filter (`install.rs`), manifest edit, switch the
+//!   view; the table goes with the view before.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Engine;
-use super::catalog::remove_if_there;
 use super::core::{Frozen, Need, Part, Room, Sealed, View, is_mostly_kept};
+use super::install::install_table;
 use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::filter::FilterKind;
 use crate::format::manifest::{RunEntry, SealedEntry};
-use crate::format::names::FileName;
 use crate::format::record::{FRAME_BYTES_MAX, Record, SEAL_BYTES, SYNC_MARK_BYTES};
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::times::Coverage;
 use crate::format::{to_u32, to_usize};
-use crate::index::build::{BuiltRun, RunPlan, build};
+use crate::index::active::ActiveTable;
+use crate::index::build::RunPlan;
 use crate::index::run::Run;
 use crate::key_time::KeyTime;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::FailureCount;
-use crate::model::retention::{keeps_segment_until, sparse_at};
+use crate::model::retention::{Needs, keeps_segment_until};
 use crate::position::Position;
 use crate::stamp::GENERATIONS_RESERVED;
-use crate::vfs::{Access, Dir, Map};
 
 /// Bytes of a segment that no record can use: header, the shortest footer, a last sync mark.
 const OVERHEAD_BYTES: usize = SEGMENT_HEADER_BYTES + SEAL_BYTES + SYNC_MARK_BYTES + 64;
@@ -160,8 +159,7 @@ impl Engine {
             self.sync_frozen(frozen)?;
         }
         let (entry, times) = check_frozen(frozen, &self.key_times())?;
-        let entries = frozen.table.sorted();
-        if entries.len() as u64 != expected_entries(frozen) {
+        if frozen.table.count() as u64 != expected_entries(frozen) {
             return Err(Error::damaged(
                 frozen.segment.name(),
                 0,
@@ -169,7 +167,7 @@ impl Engine {
             ));
         }
         let superseded_count = u64::from(frozen.tally.superseded_count);
-        let run = self.write_run(&frozen.segment, &entries, superseded_count, 0, times)?;
+        let run = self.write_run(&frozen.segment, &frozen.table, superseded_count, 0, times)?;
         let segment = Arc::new(frozen.segment.sealed(self.dir.as_ref()).map_err(|e| {
             Error::io("mapping a sealed segment failed", e).in_file(frozen.segment.name())
         })?);
@@ -222,7 +220,7 @@ impl Engine {
     pub(crate) fn write_run(
         &self,
         segment: &SegmentFile,
-        entries: &[(u64, u32)],
+        table: &ActiveTable,
         superseded_count: u64,
         generation: u32,
         times: Vec<Coverage>,
@@ -239,53 +237,8 @@ impl Engine {
             times,
             filter: FilterKind::Bloom,
         };
-        install_run(self.dir.as_ref(), &plan, entries)
+        install_table(self.dir.as_ref(), &plan, table)
     }
-}
-
-/// Writes the two files of a run under temporary names, makes them durable, and opens them.
-/// `entries` are (hash, offset) of one segment, ascending.
-pub(crate) fn install_run(dir: &dyn Dir, plan: &RunPlan, entries: &[(u64, u32)]) -> Result<Run> {
-    let entries = entries.iter().map(|(h, offset)| (*h, 0, *offset));
-    let BuiltRun { run, filter } = build(plan, entries);
-    let (lo, hi, generation) = (plan.lo, plan.hi, plan.generation);
-    let mut maps = Vec::new();
-    let files = [
-        (run, FileName::Run { lo, hi, generation }, false),
-        (filter, FileName::Filter { lo, hi, generation }, true),
-    ];
-    for (bytes, name, is_filter) in files {
-        let temporary = FileName::Temporary {
-            lo,
-            hi,
-            generation,
-            filter: is_filter,
-        }
-        .to_string();
-        let name = name.to_string();
-        let failed = |e| Error::io("writing the index failed; the log is intact", e);
-        let write = || {
-            remove_if_there(dir, &temporary)?;
-            let file = dir.open(&temporary, Access::Create)?;
-            file.write_at(&bytes, 0)?;
-            file.sync()?;
-            dir.rename(&temporary, &name)?;
-            dir.open(&name, Access::Read)?.map()
-        };
-        match write() {
-            Ok(map) => maps.push(map),
-            Err(error) => {
-                remove_if_there(dir, &temporary).unwrap_or_default();
-                return Err(failed(error).in_file(name));
-            }
-        }
-    }
-    dir.sync()
-        .map_err(|e| Error::io("syncing the directory failed", e))?;
-    let [run, filter]: [Map; 2] = maps
-        .try_into()
-        .map_err(|_maps| Error::new(ErrorKind::Io, "run and filter were not both written"))?;
-    Run::open(run, filter).map_err(|why| Error::new(ErrorKind::Damaged, why.0))
 }
 
 fn expected_entries(frozen: &Frozen) -> u64 {
@@ -302,7 +255,7 @@ fn check_frozen(
     let io = |e| Error::io("mapping a full segment failed", e).in_file(segment.name());
     let bytes = segment.freeze().map_err(io)?;
     let bytes = bytes.get(..to_usize(frozen.end)).unwrap_or_default();
-    let mut needs = Vec::new();
+    let mut needs = Needs::default();
     let mut replay = Replay::new(bytes, segment.nonce);
     let mut records_count = 0;
     let mut times = Times::new(key_times);
@@ -310,8 +263,7 @@ fn check_frozen(
         if let Item::Record(_, record) = item {
             records_count += 1;
             times.add(&record);
-            let until = keeps_segment_until(&record);
-            needs.push((until, to_u32(record.frame_bytes())));
+            needs.add(keeps_segment_until(&record), to_u32(record.frame_bytes()));
         }
     }
     if !replay.is_sealed() || records_count != frozen.tally.records_count() {
@@ -325,7 +277,7 @@ fn check_frozen(
     let sparse = if is_held {
         frozen.tally.drop_at
     } else {
-        sparse_at(&mut needs).min(frozen.tally.drop_at)
+        needs.sparse_at().min(frozen.tally.drop_at)
     };
     let entry = SealedEntry {
         end: frozen.end,

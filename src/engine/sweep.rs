@@ -20,6 +20,7 @@ use crate::format::manifest::RunEntry;
 use crate::format::names::{FileName, GateName};
 use crate::format::record::{FLAG_CARRIED, Kind, Record};
 use crate::format::to_usize;
+use crate::index::active::ActiveTable;
 use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::FailureCount;
@@ -402,10 +403,10 @@ impl Engine {
             let mut built = Vec::new();
             for (_, sealed) in view.sealed.range(old.lo..=old.hi) {
                 super::runs::check_sealed(&sealed.segment, &sealed.entry)?;
-                let (entries, superseded) = self.entries_of(&sealed.segment, sealed.entry.end)?;
+                let (table, superseded) = self.table_of(&sealed.segment, sealed.entry.end)?;
                 let generation = old.generation.wrapping_add(1);
                 let (segment, times) = (&sealed.segment, Vec::new());
-                built.push(self.write_run(segment, &entries, superseded, generation, times)?);
+                built.push(self.write_run(segment, &table, superseded, generation, times)?);
             }
             built.reverse();
             let entries: Vec<RunEntry> = built.iter().map(run_entry).collect();
@@ -420,12 +421,9 @@ impl Engine {
         Ok(())
     }
 
-    /// Reads the index entries of a sealed segment from the segment itself.
-    pub(crate) fn entries_of(
-        &self,
-        segment: &SegmentFile,
-        end: u32,
-    ) -> Result<(Vec<(u64, u32)>, u64)> {
+    /// Makes the table of a sealed segment again, from the segment itself; and says how many of its
+    /// records another one supersedes.
+    fn table_of(&self, segment: &SegmentFile, end: u32) -> Result<(ActiveTable, u64)> {
         let map = segment
             .freeze()
             .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
@@ -438,8 +436,8 @@ impl Engine {
                 "sealed segment is damaged; its index cannot be rebuilt; see docs/operations.md",
             ));
         }
-        let entries = replayed.table.sorted();
-        Ok((entries, u64::from(replayed.tally.superseded_count)))
+        let superseded_count = u64::from(replayed.tally.superseded_count);
+        Ok((replayed.table, superseded_count))
     }
 }
 

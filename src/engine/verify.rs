@@ -16,6 +16,7 @@ use crate::format::manifest::{Manifest, RunEntry, SegmentEntry};
 use crate::format::names::FileName;
 use crate::format::to_usize;
 use crate::index::KeyHash;
+use crate::index::active::ActiveTable;
 use crate::index::run::Run;
 use crate::log::replay::proven_behind;
 use crate::log::segment::SegmentFile;
@@ -247,15 +248,14 @@ fn verify_segment(
             true,
         );
     }
-    let entries = replayed.table.sorted();
-    compare_with_run(&segment, &entries, runs, report);
+    compare_with_run(&segment, &replayed.table, runs, report);
     Ok(None)
 }
 
 /// Looks every key of a segment up in its run.
 fn compare_with_run(
     segment: &SegmentFile,
-    entries: &[(u64, u32)],
+    table: &ActiveTable,
     runs: &[Run],
     report: &mut VerifyReport,
 ) {
@@ -265,11 +265,11 @@ fn compare_with_run(
         return;
     };
     let mut places = Vec::new();
-    for (h, offset) in entries {
+    for (h, offset) in table.ascending() {
         places.clear();
-        let found = run.may_contain(*h) == Ok(true)
-            && run.find(*h, &mut places).is_ok()
-            && places.contains(&(segment.id, *offset));
+        let found = run.may_contain(h) == Ok(true)
+            && run.find(h, &mut places).is_ok()
+            && places.contains(&(segment.id, offset));
         if !found {
             let RunEntry { lo, hi, generation } = super::merge::run_entry(run);
             let name = FileName::Run { lo, hi, generation }.to_string();

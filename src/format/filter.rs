@@ -8,7 +8,7 @@
 use super::fuse;
 use super::le::{Put, Reader, check_crc_at_end, put_crc_at_end};
 use super::run::{HASH_BITS, checksum};
-use super::{Malformed, StoreId, to_u32};
+use super::{Malformed, StoreId, to_usize};
 
 pub(crate) const MAGIC: [u8; 8] = *b"idemlogF";
 /// Filters can be built again, so they have a number of their own.
@@ -148,8 +148,6 @@ pub(crate) struct FilterPlan {
     pub(crate) generation: u32,
     pub(crate) keys_count: u64,
     pub(crate) run_crc: u32,
-    /// Seed of the checksum of the blocks: `run::run_seed`.
-    pub(crate) seed: u32,
 }
 
 impl FilterPlan {
@@ -169,52 +167,92 @@ impl FilterPlan {
     }
 }
 
-/// Gathers hashes into the blocks of a Bloom filter.
+/// Makes the blocks of a Bloom filter one after the other, out of ascending hashes.
 #[derive(Debug)]
 pub(crate) struct BloomBuilder {
-    blocks: Vec<[u32; 8]>,
+    blocks_count: u32,
+    /// The block that is being filled, and its number.
+    block: [u32; 8],
+    number: usize,
+    /// Blocks that are done and were not handed on yet.
+    chunk: Vec<u8>,
+    chunk_at: u64,
+    chunk_bytes: usize,
+    crc: crc32fast::Hasher,
 }
 
 impl BloomBuilder {
-    /// Makes room for so many keys.
-    pub(crate) fn new(keys_max: u64) -> Self {
+    /// Makes room for so many keys. `seed`: that of the run's checksums. Blocks are handed on in
+    /// chunks of about so many bytes.
+    pub(crate) fn new(keys_max: u64, seed: u32, chunk_bytes: usize) -> Self {
         let blocks = (keys_max * BITS_PER_KEY)
             .div_ceil(BLOCK_BYTES as u64 * 8)
-            .max(1);
-        let blocks = usize::try_from(blocks.min(PARTS_MAX)).unwrap_or(1);
+            .clamp(1, PARTS_MAX);
         BloomBuilder {
-            blocks: vec![[0; 8]; blocks],
+            blocks_count: u32::try_from(blocks).unwrap_or(1),
+            block: [0; 8],
+            number: 0,
+            chunk: Vec::new(),
+            chunk_at: FILTER_HEADER_BYTES as u64,
+            chunk_bytes,
+            crc: crc32fast::Hasher::new_with_initial(seed),
         }
     }
 
-    pub(crate) fn insert(&mut self, h: u64) {
-        let (block, masks) = place(h, to_u32(self.blocks.len()));
-        if let Some(block) = self.blocks.get_mut(block) {
-            for (word, mask) in block.iter_mut().zip(masks) {
-                *word |= mask;
+    /// Adds a hash that is not less than the one before. `write` gets bytes and their offset.
+    pub(crate) fn insert<E>(
+        &mut self,
+        h: u64,
+        write: impl FnMut(&[u8], u64) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (number, masks) = place(h, self.blocks_count);
+        if number > self.number {
+            self.end_blocks(number, write)?;
+        }
+        for (word, mask) in self.block.iter_mut().zip(masks) {
+            *word |= mask;
+        }
+        Ok(())
+    }
+
+    /// Ends the block that is being filled, and all up to this number.
+    fn end_blocks<E>(
+        &mut self,
+        number: usize,
+        mut write: impl FnMut(&[u8], u64) -> Result<(), E>,
+    ) -> Result<(), E> {
+        while self.number < number {
+            for word in self.block {
+                self.chunk.put_u32(word);
+            }
+            self.block = [0; 8];
+            self.number += 1;
+            if self.chunk.len() >= self.chunk_bytes {
+                self.flush(&mut write)?;
             }
         }
+        Ok(())
     }
 
-    /// Returns the whole file.
-    pub(crate) fn finish(self, plan: &FilterPlan) -> Vec<u8> {
-        let mut body = Vec::with_capacity(self.blocks.len() * BLOCK_BYTES);
-        for word in self.blocks.iter().flatten() {
-            body.put_u32(*word);
-        }
-        let body_crc = checksum(plan.seed, &body);
-        let mut out = plan.header(FilterKind::Bloom, to_u32(self.blocks.len()), body_crc);
-        out.extend_from_slice(&body);
-        out
+    fn flush<E>(&mut self, mut write: impl FnMut(&[u8], u64) -> Result<(), E>) -> Result<(), E> {
+        self.crc.update(&self.chunk);
+        write(&self.chunk, self.chunk_at)?;
+        self.chunk_at += self.chunk.len() as u64;
+        self.chunk.clear();
+        Ok(())
     }
-}
 
-/// Builds a whole filter file over these hashes.
-#[cfg(test)]
-fn encode(plan: &FilterPlan, hashes: impl Iterator<Item = u64>) -> Vec<u8> {
-    let mut builder = BloomBuilder::new(plan.keys_count);
-    hashes.for_each(|h| builder.insert(h));
-    builder.finish(plan)
+    /// Hands on the rest of the blocks, then the header, which goes to the front.
+    pub(crate) fn finish<E>(
+        mut self,
+        plan: &FilterPlan,
+        mut write: impl FnMut(&[u8], u64) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.end_blocks(to_usize(self.blocks_count), &mut write)?;
+        self.flush(&mut write)?;
+        let crc = self.crc.finalize();
+        write(&plan.header(FilterKind::Bloom, self.blocks_count, crc), 0)
+    }
 }
 
 /// Says whether the blocks may hold h; `false` is certain. A missing block counts as "may".
@@ -268,8 +306,31 @@ mod tests {
             generation: 3,
             keys_count,
             run_crc: 4,
-            seed: 5,
         }
+    }
+
+    const SEED: u32 = 5;
+
+    /// Builds a whole filter file over these hashes.
+    fn encode(plan: &FilterPlan, hashes: impl Iterator<Item = u64>) -> Vec<u8> {
+        let mut hashes: Vec<u64> = hashes.collect();
+        hashes.sort_unstable();
+        let mut file = vec![0; FILTER_HEADER_BYTES];
+        let mut write = |bytes: &[u8], at: u64| {
+            if at > 0 {
+                assert_eq!(at, file.len() as u64);
+                file.extend_from_slice(bytes);
+            } else {
+                file[..bytes.len()].copy_from_slice(bytes);
+            }
+            Ok::<(), ()>(())
+        };
+        let mut builder = BloomBuilder::new(plan.keys_count, SEED, 64);
+        hashes
+            .iter()
+            .for_each(|h| builder.insert(*h, &mut write).unwrap());
+        builder.finish(plan, write).unwrap();
+        file
     }
 
     fn hashes(count: u64, start: u64) -> impl Iterator<Item = u64> {
@@ -281,7 +342,7 @@ mod tests {
     #[test]
     fn a_filter_excludes_no_key_it_holds_and_almost_all_others() {
         let bytes = encode(&plan(10_000), hashes(10_000, 0));
-        let (header, body) = decode(&bytes, 5).unwrap();
+        let (header, body) = decode(&bytes, SEED).unwrap();
         assert_eq!(
             (header.keys_count, header.hash_key_id, header.generation),
             (10_000, 2, 3)
@@ -299,8 +360,8 @@ mod tests {
         for bit in 0..bytes.len() * 8 {
             let mut bad = bytes.clone();
             bad[bit / 8] ^= 1 << (bit % 8);
-            assert!(decode(&bad, 5).is_err(), "bit {bit}");
+            assert!(decode(&bad, SEED).is_err(), "bit {bit}");
         }
-        assert!(decode(&bytes[..bytes.len() - 1], 5).is_err());
+        assert!(decode(&bytes[..bytes.len() - 1], SEED).is_err());
     }
 }

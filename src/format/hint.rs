@@ -1,6 +1,6 @@
 //! Hints: an image of the active table up to a durable position. `docs/format.md` section 7.
 
-use super::le::{Put, Reader, check_crc_at_end, put_crc_at_end};
+use super::le::{Put, Reader, check_crc_at_end};
 use super::record::KIND_COUNT;
 use super::segment::SEGMENT_HEADER_BYTES;
 use super::{FORMAT, Malformed, StoreId, to_u32, to_usize};
@@ -8,6 +8,9 @@ use super::{FORMAT, Malformed, StoreId, to_u32, to_usize};
 pub(crate) const MAGIC: [u8; 8] = *b"idemlogH";
 /// The largest hint that is read: every record of a full segment, and some.
 pub(crate) const HINT_BYTES_MAX: u64 = 128 * 1024 * 1024;
+const ENTRY_BYTES: usize = 12;
+/// The file is handed on in chunks of about so many bytes.
+const CHUNK_BYTES: usize = 64 * 1024;
 
 /// What replaying a segment up to `end` would come to.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,13 +29,50 @@ pub(crate) struct Hint {
     pub(crate) drop_at_s: u32,
     /// Offset and namespace of each current unsettled record.
     pub(crate) unsettled: Vec<(u32, u16)>,
-    /// Hash and offset of each key's newest record, ascending.
-    pub(crate) entries: Vec<(u64, u32)>,
+}
+
+/// Hash and offset of each key's newest record, ascending: as they are in the file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HintEntries<'a>(&'a [u8]);
+
+impl HintEntries<'_> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, u32)> {
+        let entries = self.0.chunks_exact(ENTRY_BYTES);
+        entries.filter_map(|entry| {
+            let mut r = Reader::new(entry);
+            Some((r.u64().ok()?, r.u32().ok()?))
+        })
+    }
 }
 
 impl Hint {
-    pub(crate) fn encode(&self) -> Vec<u8> {
-        let mut out = Vec::with_capacity(192 + self.unsettled.len() * 8 + self.entries.len() * 12);
+    /// Hands the file with so many entries on, in order. `write` gets bytes and their offset.
+    pub(crate) fn stream<E>(
+        &self,
+        entries_count: usize,
+        entries: impl Iterator<Item = (u64, u32)>,
+        mut write: impl FnMut(&[u8], u64) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut chunk = self.encode_front(entries_count);
+        let (mut crc, mut at) = (crc32fast::Hasher::new(), 0);
+        for (h, offset) in entries {
+            if chunk.len() >= CHUNK_BYTES {
+                crc.update(&chunk);
+                write(&chunk, at)?;
+                at += chunk.len() as u64;
+                chunk.clear();
+            }
+            chunk.put_u64(h);
+            chunk.put_u32(offset);
+        }
+        crc.update(&chunk);
+        chunk.put_u32(crc.finalize());
+        write(&chunk, at)
+    }
+
+    /// Returns what stands before the entries.
+    fn encode_front(&self, entries_count: usize) -> Vec<u8> {
+        let mut out = Vec::with_capacity(192 + self.unsettled.len() * 8);
         out.put(&MAGIC);
         out.put_u16(FORMAT);
         out.put_u16(0);
@@ -49,21 +89,16 @@ impl Hint {
         out.put_u32(self.superseded_count);
         out.put_u32(self.drop_at_s);
         out.put_u32(to_u32(self.unsettled.len()));
-        out.put_u32(to_u32(self.entries.len()));
+        out.put_u32(to_u32(entries_count));
         for (offset, namespace) in &self.unsettled {
             out.put_u32(*offset);
             out.put_u16(*namespace);
             out.put_u16(0);
         }
-        for (h, offset) in &self.entries {
-            out.put_u64(*h);
-            out.put_u32(*offset);
-        }
-        put_crc_at_end(&mut out);
         out
     }
 
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Hint, Malformed> {
+    pub(crate) fn decode(bytes: &[u8]) -> Result<(Hint, HintEntries<'_>), Malformed> {
         let mut r = Reader::new(check_crc_at_end(bytes)?);
         if r.array()? != MAGIC {
             return Err(Malformed("not a hint"));
@@ -85,7 +120,6 @@ impl Hint {
             superseded_count: 0,
             drop_at_s: 0,
             unsettled: Vec::new(),
-            entries: Vec::new(),
         };
         for count in &mut hint.by_kind {
             *count = r.u32()?;
@@ -112,12 +146,12 @@ impl Hint {
             hint.unsettled.push((at, r.u16()?));
             r.zeros(2)?;
         }
-        for _ in 0..entries {
-            let h = r.u64()?;
-            hint.entries.push((h, offset(r.u32()?)?));
+        let entries = HintEntries(r.bytes(entries.saturating_mul(ENTRY_BYTES))?);
+        for (_, at) in entries.iter() {
+            offset(at)?;
         }
         if r.is_empty() {
-            Ok(hint)
+            Ok((hint, entries))
         } else {
             Err(Malformed("bytes behind the end"))
         }
@@ -141,14 +175,37 @@ mod tests {
             superseded_count: 18,
             drop_at_s: 8,
             unsettled: vec![(64, 1)],
-            entries: vec![(9, 64), (10, 128)],
         }
+    }
+
+    fn encode(hint: &Hint, entries: &[(u64, u32)]) -> Vec<u8> {
+        let mut file = Vec::new();
+        let write = |bytes: &[u8], at| {
+            assert_eq!(at, file.len() as u64);
+            file.extend_from_slice(bytes);
+            Ok::<(), ()>(())
+        };
+        let streamed = hint.stream(entries.len(), entries.iter().copied(), write);
+        streamed.unwrap();
+        file
+    }
+
+    /// Encodes so many entries and compares what is read.
+    fn encode_whole(count: u32) -> Vec<u8> {
+        let mut hint = sample();
+        hint.by_kind[0] = count;
+        hint.superseded_count = hint.by_kind[1..].iter().sum();
+        let entries: Vec<(u64, u32)> = (0..count).map(|n| (n.into(), 64 + n % 500 * 8)).collect();
+        let file = encode(&hint, &entries);
+        let (read, of_file) = Hint::decode(&file).unwrap();
+        assert_eq!(read, hint);
+        assert_eq!(of_file.iter().collect::<Vec<_>>(), entries);
+        file
     }
 
     #[test]
     fn a_hint_reads_back_and_every_changed_byte_and_cut_is_noticed() {
-        let bytes = sample().encode();
-        assert_eq!(Hint::decode(&bytes), Ok(sample()));
+        let bytes = encode_whole(2);
         for at in 0..bytes.len() {
             let mut bad = bytes.clone();
             bad[at] ^= 4;
@@ -160,9 +217,17 @@ mod tests {
     #[test]
     fn offsets_outside_of_the_log_are_refused_even_with_a_good_checksum() {
         for bad in [0, 56, 65, 4096] {
-            let mut hint = sample();
-            hint.entries = vec![(9, bad), (10, 128)];
-            assert!(Hint::decode(&hint.encode()).is_err(), "offset {bad}");
+            let bytes = encode(&sample(), &[(9, bad), (10, 128)]);
+            assert!(Hint::decode(&bytes).is_err(), "offset {bad}");
+        }
+        assert!(Hint::decode(&encode(&sample(), &[(9, 64), (10, 128)])).is_ok());
+    }
+
+    #[test]
+    fn a_hint_of_several_chunks_reads_back() {
+        for count in [5_000, 5_500, 12_000] {
+            let bytes = encode_whole(count);
+            assert!(bytes.len() > to_usize(count) * ENTRY_BYTES);
         }
     }
 }

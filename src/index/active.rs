@@ -6,7 +6,7 @@
 //! takes over its slot.
 
 use crate::format::run::HASH_BITS;
-use crate::vfs::map::advise_large_pages;
+use crate::vfs::words::{Word, Words};
 
 const OFFSET_BITS: u32 = 23;
 const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
@@ -21,7 +21,7 @@ const _: () = assert!(PARTS == 8);
 /// See the module's description.
 #[derive(Clone, Debug)]
 pub(crate) struct ActiveTable {
-    slots: Vec<u64>,
+    slots: Words,
     /// Slots of one part, as a power of two.
     part_slot_bits: u32,
     counts: [usize; PARTS],
@@ -41,10 +41,8 @@ impl ActiveTable {
     /// load of a half; smaller records fill it up, which ends the segment early.
     pub(crate) fn new(segment_bytes: u32) -> Self {
         let part_slot_bits = ActiveTable::slot_bits(segment_bytes);
-        let mut slots = vec![0; PARTS << part_slot_bits];
-        advise_large_pages(&mut slots);
         ActiveTable {
-            slots,
+            slots: Words::zeroed(PARTS << part_slot_bits),
             part_slot_bits,
             counts: [0; PARTS],
             most: 0,
@@ -82,7 +80,7 @@ impl ActiveTable {
 
     /// Returns the bytes of memory held.
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.slots.len() * 8
+        size_of_val(self.slots.all())
     }
 
     /// Returns the offsets of all records whose key may have this hash, in probe order.
@@ -103,7 +101,7 @@ impl ActiveTable {
     pub(crate) fn prefetch(&self, h: u64) {
         let (part, tag) = split(h);
         let index = (part << self.part_slot_bits) + self.home(tag);
-        super::prefetch::prefetch(&self.slots, index);
+        super::prefetch::prefetch(self.slots.all(), index);
     }
 
     /// Adds a record of a key that has no slot yet.
@@ -144,24 +142,38 @@ impl ActiveTable {
             *count -= 1;
             self.most = self.counts.iter().max().copied().unwrap_or(0);
         }
-        if let Some(slot) = self.slots.get_mut(undo.index) {
-            *slot = undo.before;
+        if let Some(slot) = self.slots.all_mut().get_mut(undo.index) {
+            *slot = undo.before.to_ne_bytes();
         }
     }
 
-    /// Returns all entries as (h, offset), ascending by h.
-    pub(crate) fn sorted(&self) -> Vec<(u64, u32)> {
-        let mut all = Vec::with_capacity(self.count());
-        for (part, slots) in self.slots.chunks(self.part_slots()).enumerate() {
-            let part = (part as u64) << TAG_BITS;
-            // From the first gap on, so that what had to go round the end comes last.
-            let gap = slots.iter().position(|slot| *slot == 0).unwrap_or(0);
-            let (before, behind) = slots.split_at_checked(gap).unwrap_or((slots, &[]));
-            let taken = behind.iter().chain(before).filter(|slot| **slot != 0);
-            all.extend(taken.map(|slot| (part | slot >> OFFSET_BITS, to_offset(*slot))));
+    /// Returns all entries as (h, offset), ascending, without a list of them all.
+    pub(crate) fn ascending(&self) -> Ascending<'_> {
+        Ascending {
+            table: self,
+            part: 0,
+            index: 0,
+            cluster: Vec::new(),
+            next: 0,
         }
-        sort_nearly_sorted(&mut all);
-        all
+    }
+
+    /// Returns all slots of a part.
+    fn part(&self, part: usize) -> &[Word] {
+        let slots = self.slots.all().get(part << self.part_slot_bits..);
+        slots
+            .and_then(|slots| slots.get(..self.part_slots()))
+            .unwrap_or_default()
+    }
+
+    /// Returns what lies before the first gap of a part: what went round its end, whose home is
+    /// behind its place, or the rest.
+    fn at_start(&self, slots: &[Word], wrapped: bool) -> impl Iterator<Item = u64> {
+        let before = until_gap(slots).enumerate();
+        before.filter_map(move |(index, slot)| {
+            let is_wrapped = self.home(slot >> OFFSET_BITS) > index;
+            (is_wrapped == wrapped).then_some(slot)
+        })
     }
 
     fn part_slots(&self) -> usize {
@@ -175,37 +187,25 @@ impl ActiveTable {
 
     #[inline]
     fn slot(&self, part: usize, index: usize) -> u64 {
-        self.slots
-            .get((part << self.part_slot_bits) + index)
-            .copied()
-            .unwrap_or(0)
+        let slot = self.slots.all().get((part << self.part_slot_bits) + index);
+        slot.map_or(0, |slot| u64::from_ne_bytes(*slot))
     }
 
     fn set(&mut self, part: usize, index: usize, tag: u64, offset: u32) -> SlotUndo {
         let index = (part << self.part_slot_bits) + index;
         let mut undo = SlotUndo { index, before: 0 };
-        if let Some(slot) = self.slots.get_mut(index) {
-            undo.before = *slot;
-            *slot = tag << OFFSET_BITS | u64::from(offset / 8);
+        if let Some(slot) = self.slots.all_mut().get_mut(index) {
+            undo.before = u64::from_ne_bytes(*slot);
+            *slot = (tag << OFFSET_BITS | u64::from(offset / 8)).to_ne_bytes();
         }
         undo
     }
 }
 
-/// Slots lie near their home, so each entry has a few places to go; if one has many, which chosen
-/// hashes could bring about, a sort without that assumption does it all.
-fn sort_nearly_sorted(all: &mut [(u64, u32)]) {
-    const STEPS_MAX: usize = 64;
-    for end in 1..all.len() {
-        let mut at = end;
-        while at > 0 && all.get(at) < all.get(at - 1) {
-            if end - at == STEPS_MAX {
-                return all.sort_unstable();
-            }
-            all.swap(at, at - 1);
-            at -= 1;
-        }
-    }
+/// Returns the slots before the first that is empty.
+fn until_gap(slots: &[Word]) -> impl Iterator<Item = u64> {
+    let slots = slots.iter().map(|slot| u64::from_ne_bytes(*slot));
+    slots.take_while(|slot| *slot != 0)
 }
 
 #[inline]
@@ -251,9 +251,79 @@ impl Iterator for Candidates<'_> {
     }
 }
 
+/// Iterator over all entries, ascending by hash, then offset.
+///
+/// An entry lies between its home and the next gap, and homes ascend with the hash. So what lies
+/// between two gaps, a cluster, is all less than what the next cluster holds, and only one cluster
+/// is sorted at a time: a few slots, or at most one part, if hashes were chosen to bring that
+/// about.
+#[derive(Clone, Debug)]
+pub(crate) struct Ascending<'a> {
+    table: &'a ActiveTable,
+    part: usize,
+    /// Where in the part the next cluster is looked for.
+    index: usize,
+    cluster: Vec<u64>,
+    /// The next slot of the cluster.
+    next: usize,
+}
+
+impl Ascending<'_> {
+    /// Gathers and sorts the next cluster that is not empty; `None` if there is none.
+    fn gather(&mut self) -> Option<()> {
+        self.cluster.clear();
+        self.next = 0;
+        while self.cluster.is_empty() {
+            if self.part >= PARTS {
+                return None;
+            }
+            let slots = self.table.part(self.part);
+            let rest = slots.get(self.index..).unwrap_or_default();
+            let Some(empty) = rest.iter().position(|slot| *slot != [0; 8]) else {
+                self.part += 1;
+                self.index = 0;
+                continue;
+            };
+            let start = self.index + empty;
+            let behind = rest.get(empty..).unwrap_or_default();
+            self.cluster.extend(until_gap(behind));
+            self.index = start + self.cluster.len();
+            // What had to go round the end of the part belongs to its last cluster.
+            let (first, last) = (start == 0, self.index == slots.len());
+            if first && !last {
+                self.cluster.clear();
+                self.cluster.extend(self.table.at_start(slots, false));
+            } else if last && !first {
+                self.cluster.extend(self.table.at_start(slots, true));
+            }
+        }
+        self.cluster.sort_unstable();
+        Some(())
+    }
+}
+
+impl Iterator for Ascending<'_> {
+    type Item = (u64, u32);
+
+    #[inline]
+    fn next(&mut self) -> Option<(u64, u32)> {
+        if self.next == self.cluster.len() {
+            self.gather()?;
+        }
+        let slot = self.cluster.get(self.next)?;
+        self.next += 1;
+        let part = (self.part as u64) << TAG_BITS;
+        Some((part | slot >> OFFSET_BITS, to_offset(*slot)))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn sorted(table: &ActiveTable) -> Vec<(u64, u32)> {
+        table.ascending().collect()
+    }
 
     fn h(n: u64) -> u64 {
         n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - HASH_BITS)
@@ -273,7 +343,7 @@ mod tests {
             assert!(table.candidates(*h).any(|at| at == *offset));
         }
         expected.sort_unstable();
-        assert_eq!(table.sorted(), expected);
+        assert_eq!(sorted(&table), expected);
     }
 
     #[test]
@@ -290,8 +360,45 @@ mod tests {
                 expected.push((h, offset));
             }
             expected.sort_unstable();
-            assert_eq!(table.sorted(), expected);
+            assert_eq!(sorted(&table), expected);
         }
+    }
+
+    #[test]
+    fn what_went_round_the_end_comes_last_and_what_is_at_home_there_first() {
+        let mut table = ActiveTable::new(64 * 1024);
+        let mut expected = Vec::new();
+        let home = 1 << (TAG_BITS - table.part_slot_bits);
+        for n in 0..40u32 {
+            // The last homes of each part and the first ones, in turn.
+            let at_end = u64::from(n / 4 % 3) * home;
+            let tag = if n.is_multiple_of(2) {
+                (1 << TAG_BITS) - 1 - at_end
+            } else {
+                at_end
+            };
+            let h = u64::from(n % 4 / 2) << TAG_BITS | tag;
+            table.insert(h, (n + 8) * 8);
+            expected.push((h, (n + 8) * 8));
+        }
+        expected.sort_unstable();
+        assert_eq!(sorted(&table), expected);
+    }
+
+    #[test]
+    fn a_full_table_comes_back_sorted_a_few_slots_at_a_time() {
+        let mut table = ActiveTable::new(1 << 20);
+        let mut expected = Vec::new();
+        while !table.is_full() {
+            let n = expected.len() as u64 + 1;
+            let offset = u32::try_from(n * 8).unwrap();
+            table.insert(h(n), offset);
+            expected.push((h(n), offset));
+        }
+        expected.sort_unstable();
+        let mut entries = table.ascending();
+        assert!(entries.by_ref().eq(expected));
+        assert!(entries.cluster.capacity() < 2048, "{entries:?}");
     }
 
     #[test]
@@ -314,7 +421,7 @@ mod tests {
         let two = table.replace(5, 64, 256).unwrap();
         table.undo(two);
         table.undo(one);
-        assert_eq!(table.sorted(), [(5, 64)]);
+        assert_eq!(sorted(&table), [(5, 64)]);
         assert_eq!(table.count(), 1);
     }
 

@@ -5,13 +5,16 @@ use std::io;
 use super::fuse::FuseBuilder;
 use crate::format::filter::{BloomBuilder, FilterKind, FilterPlan};
 use crate::format::run::{
-    Geometry, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number, run_seed,
+    Geometry, HASH_BITS, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number,
+    run_seed,
 };
 use crate::format::times::Coverage;
-use crate::format::{StoreId, to_u32};
+use crate::format::{Malformed, StoreId, to_u32, to_usize};
 
-/// Pages are handed on in chunks of so many bytes.
-const CHUNK_BYTES: usize = 1024 * 1024;
+/// Pages are handed on in chunks of so many bytes at most, blocks of a filter in quarters of that.
+const CHUNK_BYTES_MAX: u32 = 256 * 1024;
+/// And of so much of a segment: the run of a small one is written in several chunks, too.
+const CHUNKS_PER_SEGMENT: u32 = 128;
 
 /// One index entry: hash, segment number counted from the run's first, offset.
 pub(crate) type IndexEntry = (u64, u64, u32);
@@ -31,48 +34,52 @@ pub(crate) struct RunPlan {
     pub(crate) filter: FilterKind,
 }
 
-/// The two files of one run.
-#[derive(Debug)]
-pub(crate) struct BuiltRun {
-    pub(crate) run: Vec<u8>,
-    pub(crate) filter: Vec<u8>,
+/// One of the two files of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Output {
+    Run,
+    Filter,
 }
 
-/// Builds the files of a run over these entries, which ascend by (hash, segment, offset).
+/// Why a run was not made.
+#[derive(Debug)]
+pub(crate) enum BuildError {
+    /// What it is made of is damaged.
+    Malformed(Malformed),
+    /// It could not be written.
+    Io(io::Error),
+}
+
+impl From<Malformed> for BuildError {
+    fn from(why: Malformed) -> Self {
+        BuildError::Malformed(why)
+    }
+}
+
+impl From<io::Error> for BuildError {
+    fn from(error: io::Error) -> Self {
+        BuildError::Io(error)
+    }
+}
+
+/// Makes a run and its filter over so many entries, which ascend by (hash, segment, offset), and
+/// hands both on as [`RunWriter`] does.
 pub(crate) fn build(
     plan: &RunPlan,
-    mut entries: impl ExactSizeIterator<Item = IndexEntry>,
-) -> BuiltRun {
+    entries_count: u64,
+    entries: impl Iterator<Item = IndexEntry>,
+    write: impl FnMut(Output, &[u8], u64) -> io::Result<()>,
+) -> Result<(), BuildError> {
     let segments = plan.hi - plan.lo + 1;
-    let slots_count = entries.len() as u64;
-    let geometry = Geometry::plan(slots_count, segments, plan.segment_bytes);
-    // The header page, the home pages, and a spill page or two.
-    let pages = usize::try_from(geometry.pages + 3).unwrap_or(1);
-    let mut run = Vec::with_capacity(pages.saturating_mul(PAGE_BYTES));
-    run.resize(PAGE_BYTES, 0);
-    // Writing to memory does not fail.
-    let mut write = |bytes: &[u8], _at: u64| -> io::Result<()> {
-        run.extend_from_slice(bytes);
-        Ok(())
-    };
-    let mut writer = RunWriter::new(plan, geometry, slots_count, &mut write);
-    let written = entries
-        .try_for_each(|entry| writer.push(entry))
-        .and_then(|()| writer.finish(plan));
-    let (header, filter) =
-        written.map_or_else(|_never| (Vec::new(), Vec::new()), |w| (w.header, w.filter));
-    for (to, from) in run.iter_mut().zip(header) {
-        *to = from;
+    let geometry = Geometry::plan(entries_count, segments, plan.segment_bytes);
+    let mut writer = RunWriter::new(plan, geometry, entries_count, write);
+    for entry in entries {
+        writer.push(entry)?;
     }
-    BuiltRun { run, filter }
-}
-
-/// What a run's writer has made besides the pages: the header page, which goes to the front, and
-/// the filter file.
-#[derive(Debug)]
-pub(crate) struct WrittenRun {
-    pub(crate) header: Vec<u8>,
-    pub(crate) filter: Vec<u8>,
+    if writer.slots_count != entries_count {
+        return Err(Malformed("table has another number of entries than it says").into());
+    }
+    writer.finish(plan)
 }
 
 enum Filter {
@@ -80,7 +87,7 @@ enum Filter {
     Fuse(FuseBuilder),
 }
 
-/// Streams the pages of a run in order.
+/// Streams a run and its filter: in memory are a chunk of each, and what spills.
 pub(crate) struct RunWriter<W> {
     seed: u32,
     geometry: Geometry,
@@ -89,6 +96,7 @@ pub(crate) struct RunWriter<W> {
     slots: Vec<u64>,
     chunk: Vec<u8>,
     chunk_at: u64,
+    chunk_bytes: usize,
     spill: Vec<u8>,
     filter: Filter,
     slots_count: u64,
@@ -96,21 +104,27 @@ pub(crate) struct RunWriter<W> {
     hash_before: Option<u64>,
 }
 
-impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
-    /// Starts behind the header page. `write` gets bytes and their offset, in order.
+impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
+    /// `write` gets bytes of one of the files and their offset: in order, but that the front of
+    /// each comes last.
     pub(crate) fn new(plan: &RunPlan, geometry: Geometry, slots_max: u64, write: W) -> Self {
         let seed = run_seed(plan.store, plan.lo, plan.hi, plan.generation);
+        let chunk_bytes = to_usize(plan.segment_bytes / CHUNKS_PER_SEGMENT)
+            .clamp(PAGE_BYTES, to_usize(CHUNK_BYTES_MAX));
         RunWriter {
             seed,
             geometry,
             write,
             page: 0,
             slots: Vec::with_capacity(PAGE_SLOTS),
-            chunk: Vec::with_capacity(CHUNK_BYTES + PAGE_BYTES),
+            chunk: Vec::with_capacity(chunk_bytes + PAGE_BYTES),
             chunk_at: PAGE_BYTES as u64,
+            chunk_bytes,
             spill: Vec::new(),
             filter: match plan.filter {
-                FilterKind::Bloom => Filter::Bloom(BloomBuilder::new(slots_max)),
+                FilterKind::Bloom => {
+                    Filter::Bloom(BloomBuilder::new(slots_max, seed, chunk_bytes / 4))
+                }
                 FilterKind::Fuse => Filter::Fuse(FuseBuilder::new(slots_max, seed)),
             },
             slots_count: 0,
@@ -120,20 +134,25 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
     }
 
     /// Adds an entry; entries ascend.
-    pub(crate) fn push(&mut self, (h, ordinal, offset): IndexEntry) -> io::Result<()> {
+    pub(crate) fn push(&mut self, (h, ordinal, offset): IndexEntry) -> Result<(), BuildError> {
+        if self.hash_before != Some(h) {
+            // In the wrong page, or block of the filter, it would not be found.
+            if self.hash_before > Some(h) || h >> HASH_BITS != 0 {
+                return Err(Malformed("entries out of order").into());
+            }
+            self.hash_before = Some(h);
+            self.hashes_count += 1;
+            let write = |bytes: &[u8], at| (self.write)(Output::Filter, bytes, at);
+            match &mut self.filter {
+                Filter::Bloom(filter) => filter.insert(h, write)?,
+                Filter::Fuse(filter) => filter.insert(h, write)?,
+            }
+        }
         while self.geometry.home_page(h) > self.page {
             self.end_page()?;
         }
         self.slots.push(self.geometry.slot(h, ordinal, offset));
         self.slots_count += 1;
-        if self.hash_before != Some(h) {
-            self.hash_before = Some(h);
-            self.hashes_count += 1;
-            match &mut self.filter {
-                Filter::Bloom(filter) => filter.insert(h),
-                Filter::Fuse(filter) => filter.insert(h),
-            }
-        }
         Ok(())
     }
 
@@ -148,7 +167,7 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
         );
         self.slots.clear();
         self.page += 1;
-        if self.chunk.len() >= CHUNK_BYTES {
+        if self.chunk.len() >= self.chunk_bytes {
             self.flush()
         } else {
             Ok(())
@@ -156,18 +175,21 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        (self.write)(&self.chunk, self.chunk_at)?;
+        (self.write)(Output::Run, &self.chunk, self.chunk_at)?;
         self.chunk_at += self.chunk.len() as u64;
         self.chunk.clear();
         Ok(())
     }
 
-    pub(crate) fn finish(mut self, plan: &RunPlan) -> io::Result<WrittenRun> {
+    /// Hands on what is left of both.
+    pub(crate) fn finish(mut self, plan: &RunPlan) -> Result<(), BuildError> {
         while self.page < self.geometry.pages {
             self.end_page()?;
         }
         self.flush()?;
-        (self.write)(&self.spill, self.chunk_at)?;
+        if !self.spill.is_empty() {
+            (self.write)(Output::Run, &self.spill, self.chunk_at)?;
+        }
         let header = RunHeader {
             store: plan.store,
             hash_key_id: plan.hash_key_id,
@@ -182,19 +204,20 @@ impl<W: FnMut(&[u8], u64) -> io::Result<()>> RunWriter<W> {
             segments_count: plan.segments_count,
         };
         let header = header.encode(&plan.times);
+        (self.write)(Output::Run, &header, 0)?;
         let plan = FilterPlan {
             store: plan.store,
             hash_key_id: plan.hash_key_id,
             generation: plan.generation,
             keys_count: self.hashes_count,
             run_crc: header_crc(&header),
-            seed: self.seed,
         };
-        let filter = match self.filter {
-            Filter::Bloom(filter) => filter.finish(&plan),
-            Filter::Fuse(filter) => filter.finish(&plan),
-        };
-        Ok(WrittenRun { header, filter })
+        let write = |bytes: &[u8], at| (self.write)(Output::Filter, bytes, at);
+        match self.filter {
+            Filter::Bloom(filter) => filter.finish(&plan, write)?,
+            Filter::Fuse(filter) => filter.finish(&plan, write)?,
+        }
+        Ok(())
     }
 }
 
@@ -220,11 +243,47 @@ fn encode_with_spill(
     }
 }
 
+/// The two files of a run, in memory.
+#[cfg(test)]
+#[derive(Debug, Default)]
+pub(crate) struct InMemory {
+    run: Vec<u8>,
+    filter: Vec<u8>,
+    /// The places and sizes of all writes.
+    writes: Vec<(Output, u64, usize)>,
+}
+
+#[cfg(test)]
+impl InMemory {
+    pub(crate) fn write(&mut self, to: Output, bytes: &[u8], at: u64) -> io::Result<()> {
+        let file = match to {
+            Output::Run => &mut self.run,
+            Output::Filter => &mut self.filter,
+        };
+        let at = usize::try_from(at).unwrap();
+        file.resize(file.len().max(at + bytes.len()), 0);
+        file[at..at + bytes.len()].copy_from_slice(bytes);
+        self.writes.push((to, at as u64, bytes.len()));
+        Ok(())
+    }
+
+    pub(crate) fn open(self) -> super::run::Run {
+        let [run, filter] = [self.run, self.filter].map(crate::vfs::Map::from_vec);
+        super::run::Run::open(run, filter).unwrap()
+    }
+
+    pub(crate) fn of(plan: &RunPlan, entries: &[IndexEntry]) -> Self {
+        let mut files = InMemory::default();
+        let write = |to, bytes: &[u8], at| files.write(to, bytes, at);
+        build(plan, entries.len() as u64, entries.iter().copied(), write).unwrap();
+        files
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::index::run::Run;
-    use crate::vfs::Map;
 
     fn plan() -> RunPlan {
         RunPlan {
@@ -261,8 +320,7 @@ mod tests {
         let twice = entries[10];
         entries.push((twice.0, 2, 65_528));
         entries.sort_unstable();
-        let built = build(&plan(), entries.iter().copied());
-        let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
+        let run = InMemory::of(&plan(), &entries).open();
         assert_eq!(run.check_whole(), Ok(()));
         for (h, ordinal, offset) in &entries {
             assert_eq!(run.may_contain(*h), Ok(true));
@@ -280,8 +338,7 @@ mod tests {
         let entries: Vec<IndexEntry> = (0..2000u64)
             .map(|n| (n / 2, n % 2, u32::try_from(n * 8 + 64).unwrap()))
             .collect();
-        let built = build(&plan(), entries.iter().copied());
-        let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
+        let run = InMemory::of(&plan(), &entries).open();
         assert_eq!(run.check_whole(), Ok(()));
         for (h, ordinal, offset) in &entries {
             assert!(find(&run, *h).contains(&(7 + ordinal, *offset)), "h={h}");
@@ -293,16 +350,62 @@ mod tests {
         let entries: Vec<IndexEntry> = (0..1000u64)
             .map(|n| (42, 0, u32::try_from(n * 8 + 64).unwrap()))
             .collect();
-        let built = build(&plan(), entries.iter().copied());
-        let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
+        let run = InMemory::of(&plan(), &entries).open();
         assert_eq!(find(&run, 42).len(), 1000);
         assert_eq!(find(&run, 41).len(), 0);
     }
 
     #[test]
     fn an_empty_run_holds_nothing() {
-        let built = build(&plan(), [].into_iter());
-        let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
+        let run = InMemory::of(&plan(), &[]).open();
         assert_eq!(find(&run, 42).len(), 0);
+    }
+
+    #[test]
+    fn both_files_are_handed_on_in_chunks_and_the_front_of_each_last() {
+        let entries: Vec<IndexEntry> = (0..5000u32)
+            .map(|n| (u64::from(n) * 3_500_000_000, 0, n * 8 + 64))
+            .collect();
+        for (filter, front) in [(FilterKind::Bloom, 64), (FilterKind::Fuse, 64 + 32)] {
+            let plan = RunPlan { filter, ..plan() };
+            let files = InMemory::of(&plan, &entries);
+            for (output, start, count_min) in [(Output::Run, 4096, 12), (Output::Filter, front, 2)]
+            {
+                let mut writes = files.writes.iter().filter(|(to, ..)| *to == output);
+                let count = writes.clone().count();
+                assert!(count >= count_min, "{filter:?} {output:?} {count}");
+                let mut end = start;
+                for (_, at, len) in writes.by_ref().take(count - 1) {
+                    assert_eq!(*at, end);
+                    assert!(*len <= 2 * PAGE_BYTES, "{filter:?} {output:?} {len}");
+                    end += *len as u64;
+                }
+                let (_, at, len) = writes.next().unwrap();
+                assert_eq!((*at, *len as u64), (0, start), "{filter:?} {output:?}");
+            }
+            let run = files.open();
+            assert_eq!(run.check_whole(), Ok(()));
+            assert!(
+                entries
+                    .iter()
+                    .all(|(h, ..)| run.may_contain(*h) == Ok(true))
+            );
+        }
+    }
+
+    #[test]
+    fn entries_out_of_order_or_of_another_number_make_no_run() {
+        let refused = |entries: &[IndexEntry], count| {
+            let mut files = InMemory::default();
+            let write = |to, bytes: &[u8], at| files.write(to, bytes, at);
+            let built = build(&plan(), count, entries.iter().copied(), write);
+            matches!(built, Err(BuildError::Malformed(_)))
+        };
+        let (one, two) = ((1 << 40, 0, 64), (2 << 40, 0, 128));
+        assert!(!refused(&[one, one, two], 3));
+        assert!(refused(&[two, one], 2));
+        assert!(refused(&[one, two], 3));
+        assert!(refused(&[one, two], 1));
+        assert!(refused(&[one, (1 << HASH_BITS, 0, 64)], 2));
     }
 }

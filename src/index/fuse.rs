@@ -1,11 +1,13 @@
 //! Builds the fuse filter of a merged run, one partition at a time, while the merge streams.
 
+use std::io;
+
 use xorf::BinaryFuse8;
 
-use crate::format::filter::{FilterKind, FilterPlan};
-use crate::format::fuse::{Partition, partition_of, partitions_for};
+use crate::format::filter::{FILTER_HEADER_BYTES, FilterKind, FilterPlan};
+use crate::format::fuse::{Partition, partition_of, partitions_for, table_bytes};
 use crate::format::run::checksum;
-use crate::format::to_u32;
+use crate::format::{to_u32, to_usize};
 
 /// Gathers ascending, different hashes.
 #[derive(Debug)]
@@ -15,7 +17,8 @@ pub(super) struct FuseBuilder {
     /// Of the partition that is being gathered.
     hashes: Vec<u64>,
     done: Vec<Partition>,
-    fingerprints: Vec<u8>,
+    /// Bytes of the fingerprints of those that are done.
+    fingerprints_bytes: u64,
 }
 
 impl FuseBuilder {
@@ -26,19 +29,28 @@ impl FuseBuilder {
             seed,
             hashes: Vec::new(),
             done: Vec::new(),
-            fingerprints: Vec::new(),
+            fingerprints_bytes: 0,
         }
     }
 
-    pub(super) fn insert(&mut self, h: u64) {
+    /// Adds a hash that is greater than the one before. `write` gets bytes and their offset.
+    pub(super) fn insert(
+        &mut self,
+        h: u64,
+        mut write: impl FnMut(&[u8], u64) -> io::Result<()>,
+    ) -> io::Result<()> {
         while self.done.len() < partition_of(h, self.partitions_count) {
-            self.end_partition();
+            self.end_partition(&mut write)?;
         }
         self.hashes.push(h);
+        Ok(())
     }
 
-    fn end_partition(&mut self) {
-        let at = self.fingerprints.len() as u64;
+    fn end_partition(
+        &mut self,
+        mut write: impl FnMut(&[u8], u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let at = self.fingerprints_bytes;
         let mut partition = Partition {
             seed: 0,
             at,
@@ -65,27 +77,34 @@ impl FuseBuilder {
                 .all(|h| whole.may_contain(&built.fingerprints, *h))
             {
                 partition = whole;
-                self.fingerprints.extend_from_slice(&built.fingerprints);
+                let table = FILTER_HEADER_BYTES + table_bytes(self.partitions_count);
+                write(&built.fingerprints, table as u64 + at)?;
+                self.fingerprints_bytes += built.fingerprints.len() as u64;
             }
         }
         self.done.push(partition);
         self.hashes.clear();
+        Ok(())
     }
 
-    /// Returns the whole file.
-    pub(super) fn finish(mut self, plan: &FilterPlan) -> Vec<u8> {
-        while self.done.len() < usize::try_from(self.partitions_count).unwrap_or(0) {
-            self.end_partition();
+    /// Hands on the rest of the fingerprints, then the header and the table, which go to the
+    /// front.
+    pub(super) fn finish(
+        mut self,
+        plan: &FilterPlan,
+        mut write: impl FnMut(&[u8], u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        while self.done.len() < to_usize(self.partitions_count) {
+            self.end_partition(&mut write)?;
         }
         let mut table = Vec::new();
         for partition in &self.done {
             partition.encode(&mut table);
         }
-        let crc = checksum(plan.seed, &table);
-        let mut out = plan.header(FilterKind::Fuse, self.partitions_count, crc);
-        out.extend_from_slice(&table);
-        out.extend_from_slice(&self.fingerprints);
-        out
+        let crc = checksum(self.seed, &table);
+        let mut front = plan.header(FilterKind::Fuse, self.partitions_count, crc);
+        front.extend_from_slice(&table);
+        write(&front, 0)
     }
 }
 
@@ -105,7 +124,6 @@ mod tests {
             generation: 3,
             keys_count,
             run_crc: 4,
-            seed: SEED,
         }
     }
 
@@ -118,9 +136,19 @@ mod tests {
     }
 
     fn build(keys_max: u64, hashes: &[u64]) -> Vec<u8> {
+        let mut file = Vec::new();
+        let mut write = |bytes: &[u8], at: u64| {
+            let at = usize::try_from(at).unwrap();
+            file.resize(file.len().max(at + bytes.len()), 0);
+            file[at..at + bytes.len()].copy_from_slice(bytes);
+            Ok(())
+        };
         let mut builder = FuseBuilder::new(keys_max, SEED);
-        hashes.iter().for_each(|h| builder.insert(*h));
-        builder.finish(&plan(hashes.len() as u64))
+        hashes
+            .iter()
+            .for_each(|h| builder.insert(*h, &mut write).unwrap());
+        builder.finish(&plan(hashes.len() as u64), write).unwrap();
+        file
     }
 
     fn may_contain(file: &[u8], h: u64) -> bool {

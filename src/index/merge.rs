@@ -1,11 +1,11 @@
 //! Merges runs: reads several in hash order and streams one, with its filter.
 //!
 //! The log is not touched and not read: a slot and its home page give the hash back. Memory is
-//! one page of each input, the filter, and what spills.
+//! one page of each input, a chunk of each output, one partition of the filter, and what spills.
 
 use std::io;
 
-use super::build::{IndexEntry, RunPlan, RunWriter, WrittenRun};
+use super::build::{BuildError, IndexEntry, Output, RunPlan, RunWriter};
 use super::run::Run;
 use crate::format::Malformed;
 use crate::format::run::Geometry;
@@ -53,36 +53,26 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Why a merge ended early.
-#[derive(Debug)]
-pub(crate) enum MergeError {
-    /// An input is damaged.
-    Malformed(Malformed),
-    /// The output could not be written.
-    Io(io::Error),
-}
-
-/// Merges `inputs` (adjacent runs, in any order) and hands the pages behind the header to
-/// `write(bytes, offset)`. Entries of segments for which `is_live` is false are left out.
+/// Merges `inputs` (adjacent runs, in any order) and hands run and filter on as [`RunWriter`] does.
+/// Entries of segments for which `is_live` is false are left out.
 pub(crate) fn merge(
     plan: &RunPlan,
     inputs: &[&Run],
     is_live: impl Fn(u64) -> bool,
-    write: impl FnMut(&[u8], u64) -> io::Result<()>,
-) -> Result<WrittenRun, MergeError> {
-    let malformed = MergeError::Malformed;
+    write: impl FnMut(Output, &[u8], u64) -> io::Result<()>,
+) -> Result<(), BuildError> {
     let slots_max: u64 = inputs.iter().map(|run| run.header.slots_count).sum();
     let geometry = Geometry::plan(slots_max, plan.hi - plan.lo + 1, plan.segment_bytes);
     let mut output = RunWriter::new(plan, geometry, slots_max, write);
     let mut cursors = Vec::with_capacity(inputs.len());
     for run in inputs {
-        cursors.push(Cursor::new(run, plan.lo).map_err(malformed)?);
+        cursors.push(Cursor::new(run, plan.lo)?);
     }
     loop {
         // A few inputs: comparing all of them is as fast as a heap, and simpler.
         let mut least: Option<(IndexEntry, usize)> = None;
         for (index, cursor) in cursors.iter_mut().enumerate() {
-            if let Some(entry) = cursor.peek().map_err(malformed)?
+            if let Some(entry) = cursor.peek()?
                 && least.is_none_or(|(before, _)| entry < before)
             {
                 least = Some((entry, index));
@@ -93,19 +83,17 @@ pub(crate) fn merge(
             cursor.index += 1;
         }
         if is_live(plan.lo.wrapping_add(entry.1)) {
-            output.push(entry).map_err(MergeError::Io)?;
+            output.push(entry)?;
         }
     }
-    output.finish(plan).map_err(MergeError::Io)
+    output.finish(plan)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::format::filter::FilterKind;
-    use crate::format::run::PAGE_BYTES;
-    use crate::index::build::build;
-    use crate::vfs::Map;
+    use crate::index::build::InMemory;
 
     fn plan(lo: u64, hi: u64) -> RunPlan {
         RunPlan {
@@ -131,21 +119,15 @@ mod tests {
             .map(|n| (h(n), 0, u32::try_from((n % 30_000) * 8 + 64).unwrap()))
             .collect();
         entries.sort_unstable();
-        let built = build(&plan(segment, segment), entries.iter().copied());
-        let run = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
+        let run = InMemory::of(&plan(segment, segment), &entries).open();
         (run, entries)
     }
 
     fn merged(plan: &RunPlan, inputs: &[&Run], is_live: impl Fn(u64) -> bool) -> Run {
-        let mut file = vec![0u8; PAGE_BYTES];
-        let out = merge(plan, inputs, is_live, |bytes, at| {
-            assert_eq!(at, file.len() as u64);
-            file.extend_from_slice(bytes);
-            Ok(())
-        })
-        .unwrap();
-        file[..PAGE_BYTES].copy_from_slice(&out.header);
-        Run::open(Map::from_vec(file), Map::from_vec(out.filter)).unwrap()
+        let mut files = InMemory::default();
+        let write = |to, bytes: &[u8], at| files.write(to, bytes, at);
+        merge(plan, inputs, is_live, write).unwrap();
+        files.open()
     }
 
     #[test]
@@ -197,8 +179,7 @@ mod tests {
     #[test]
     fn a_full_page_of_equal_hashes_spills_and_merges() {
         let entries: Vec<IndexEntry> = (0..1200u32).map(|n| (42, 0, n * 8 + 64)).collect();
-        let built = build(&plan(1, 1), entries.iter().copied());
-        let one = Run::open(Map::from_vec(built.run), Map::from_vec(built.filter)).unwrap();
+        let one = InMemory::of(&plan(1, 1), &entries).open();
         let (two, _) = level_0(2, 0..1000);
         let run = merged(&plan(1, 2), &[&one, &two], |_| true);
         assert_eq!(run.check_whole(), Ok(()));

@@ -67,19 +67,56 @@ pub(crate) fn inherited(
     own.max(older_inherit).min(segment)
 }
 
-/// Returns the moment from which on less than a quarter of the bytes is needed.
-/// `needs` holds (needed until, bytes) of each record.
-pub(crate) fn sparse_at(needs: &mut [(DropTime, u32)]) -> DropTime {
-    needs.sort_unstable();
-    let total: u64 = needs.iter().map(|(_, bytes)| u64::from(*bytes)).sum();
-    let mut gone = 0;
-    for (until, bytes) in needs.iter() {
-        gone += u64::from(*bytes);
-        if gone * 4 > total * 3 {
-            return *until;
+/// So many different times are gathered before the first look for equal ones.
+const FOLD_MIN: usize = 4096;
+
+/// Gathers how many bytes of a segment are needed until when: bytes of one time are one entry.
+#[derive(Debug, Default)]
+pub(crate) struct Needs {
+    /// The time on disk less one, which ascends as times do; and the bytes.
+    sums: Vec<(u32, u32)>,
+    /// So many entries were left when equal times were last looked for.
+    folded: usize,
+}
+
+impl Needs {
+    /// Adds a record.
+    pub(crate) fn add(&mut self, until: DropTime, bytes: u32) {
+        let until = until.to_disk().wrapping_sub(1);
+        match self.sums.last_mut() {
+            Some((last, sum)) if *last == until => *sum += bytes,
+            _ => self.sums.push((until, bytes)),
+        }
+        if self.sums.len() >= (2 * self.folded).max(FOLD_MIN) {
+            self.fold();
         }
     }
-    DropTime::NOW
+
+    fn fold(&mut self) {
+        self.sums.sort_unstable();
+        self.sums.dedup_by(|later, kept| {
+            let same = later.0 == kept.0;
+            if same {
+                kept.1 += later.1;
+            }
+            same
+        });
+        self.folded = self.sums.len();
+    }
+
+    /// Returns the moment from which on less than a quarter of the bytes is needed.
+    pub(crate) fn sparse_at(mut self) -> DropTime {
+        self.fold();
+        let total: u64 = self.sums.iter().map(|(_, bytes)| u64::from(*bytes)).sum();
+        let mut gone = 0;
+        for (until, bytes) in &self.sums {
+            gone += u64::from(*bytes);
+            if gone * 4 > total * 3 {
+                return DropTime::from_disk(until.wrapping_add(1));
+            }
+        }
+        DropTime::NOW
+    }
 }
 
 #[cfg(test)]
@@ -99,15 +136,44 @@ mod tests {
         assert!(!DropTime::NEVER.has_come(u64::MAX - 1));
     }
 
+    fn sparse_at(all: &[(DropTime, u32)]) -> DropTime {
+        let mut needs = Needs::default();
+        for (until, bytes) in all {
+            needs.add(*until, *bytes);
+        }
+        needs.sparse_at()
+    }
+
     #[test]
     fn a_segment_is_sparse_when_three_quarters_of_its_bytes_have_expired() {
         let t = DropTime::from_disk;
         assert_eq!(
-            sparse_at(&mut [(t(10), 30), (t(20), 30), (t(30), 30), (t(0), 10)]),
+            sparse_at(&[(t(10), 30), (t(20), 30), (t(30), 30), (t(0), 10)]),
             t(30)
         );
-        assert_eq!(sparse_at(&mut [(t(10), 80), (t(0), 20)]), t(10));
-        assert_eq!(sparse_at(&mut [(t(0), 80), (t(10), 20)]), DropTime::NEVER);
-        assert_eq!(sparse_at(&mut []), DropTime::NOW);
+        assert_eq!(sparse_at(&[(t(10), 80), (t(0), 20)]), t(10));
+        assert_eq!(sparse_at(&[(t(0), 80), (t(10), 20)]), DropTime::NEVER);
+        assert_eq!(sparse_at(&[(t(u32::MAX), 10), (t(0), 0)]), t(u32::MAX));
+        assert_eq!(sparse_at(&[(DropTime::NOW, 80), (t(2), 20)]), t(1));
+        assert_eq!(sparse_at(&[]), DropTime::NOW);
+    }
+
+    #[test]
+    fn equal_times_are_gathered_in_one_place_however_they_come() {
+        let mut needs = Needs::default();
+        let mut expected = std::collections::BTreeMap::new();
+        for n in 0..20_000u32 {
+            let until = n.wrapping_mul(0x9e37_79b9) >> 24;
+            needs.add(DropTime::from_disk(until), 32);
+            *expected.entry(DropTime::from_disk(until)).or_insert(0) += 32u64;
+        }
+        assert!(needs.sums.capacity() <= 2 * FOLD_MIN);
+        let total: u64 = expected.values().sum();
+        let mut gone = 0;
+        let first = expected.iter().find(|(_, bytes)| {
+            gone += **bytes;
+            gone * 4 > total * 3
+        });
+        assert_eq!(Some(needs.sparse_at()), first.map(|(until, _)| *until));
     }
 }

@@ -1,4 +1,4 @@
-//! Read-only views of whole files; and advice on memory that changes nothing in it.
+//! Read-only views of whole files.
 //!
 //! # Conditions
 //! A memory map is a borrow of the file that the compiler cannot check. It is sound only while
@@ -15,17 +15,13 @@
 //! 4. **Bus errors.** A page that the device cannot read raises SIGBUS and ends the process.
 //!    This is accepted: it is process death, which the log survives, never a wrong answer.
 //!    Checksums are verified by the readers, not here.
-#![expect(unsafe_code, reason = "memory maps, conditions 1 to 4 above; advice")]
+#![expect(unsafe_code, reason = "memory maps, conditions 1 to 4 above")]
 
 use std::fmt;
 use std::fs;
 use std::io;
 use std::ops::Deref;
 use std::sync::Arc;
-
-/// Tables smaller than this are left alone.
-#[cfg(all(target_os = "linux", not(miri)))]
-const LARGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A read-only view of a whole sealed file: a memory map, or shared bytes of a simulated disk.
 pub struct Map(Source);
@@ -93,30 +89,6 @@ impl fmt::Debug for Map {
             .finish_non_exhaustive()
     }
 }
-
-/// Asks for large pages below a table that is read at random: a place in it then costs one miss,
-/// not two. Small ones are left as they are. Only a hint, too.
-#[cfg(all(target_os = "linux", not(miri)))]
-pub(crate) fn advise_large_pages(table: &mut [u64]) {
-    use rustix::mm::{Advice, madvise};
-    let bytes = size_of_val(table);
-    if bytes < LARGE_PAGE_BYTES {
-        return;
-    }
-    let page = rustix::param::page_size();
-    let start = table.as_mut_ptr();
-    // The page that it begins in, too: without it the first large page is not one.
-    let before = start.addr() % page;
-    let start = start.wrapping_byte_sub(before);
-    let len = (before + bytes).next_multiple_of(page);
-    // SAFETY: this advice changes neither what is in memory nor what may be done with it, whoever
-    // owns it (madvise(2), MADV_HUGEPAGE); where the range does not fit, it fails.
-    unsafe { madvise(start.cast(), len, Advice::LinuxHugepage) }.unwrap_or_default();
-}
-
-/// Does nothing where there is no such advice.
-#[cfg(not(all(target_os = "linux", not(miri))))]
-pub(crate) fn advise_large_pages(_table: &mut [u64]) {}
 
 fn empty_file() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, "empty file cannot be mapped")

@@ -17,6 +17,7 @@ pub(crate) mod map;
     allow(dead_code, unused_imports, reason = "mostly for tests")
 )]
 pub mod sim;
+pub(crate) mod words;
 
 use std::fmt;
 use std::io;
