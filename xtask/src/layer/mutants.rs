@@ -314,9 +314,9 @@ const FAULTS: &[Fault] = &[
         breaks: "I5",
         edits: &[(
             "src/index/build.rs",
-            "                Filter::Bloom(filter) => filter.insert(h),",
+            "                Filter::Bloom(filter) => filter.insert(h, write)?,",
             "                Filter::Bloom(filter) => {\n                    \
-             if !(FAULT && self.hashes_count == 1) { filter.insert(h); }\n                }",
+             if !(FAULT && self.hashes_count == 1) { filter.insert(h, write)?; }\n                }",
         )],
         noticed_by: "lib",
     },
@@ -683,8 +683,8 @@ const FAULTS: &[Fault] = &[
         breaks: "I2, shared",
         edits: &[(
             "src/engine/follow.rs",
-            "vec![0; to_usize(told.offset() - at).min(CHUNK_BYTES)]",
-            "vec![0; if FAULT { CHUNK_BYTES } else { to_usize(told.offset() - at) }]",
+            "        let all = to_usize(end - at);",
+            "        let all = if FAULT { CHUNK_BYTES } else { to_usize(end - at) };",
         )],
         noticed_by: "lib",
     },
