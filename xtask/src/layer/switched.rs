@@ -65,7 +65,7 @@ struct Stage {
 const REPEATS_MAX: u32 = 5;
 
 /// The quick ones first: most faults end here, and only survivors pay for the rest.
-const STAGES: [Stage; 16] = [
+const STAGES: [Stage; 15] = [
     stage("lib", 120),
     stage("order::", 120),
     stage("golden::", 120),
@@ -73,7 +73,6 @@ const STAGES: [Stage; 16] = [
     stage("attached::", 180),
     stage("shared::", 180),
     stage("repair::", 120),
-    stage("wait::", 180),
     stage("future::", 180),
     stage("intake::", 180),
     stage("crash::", 600),
