@@ -58,6 +58,8 @@ mod order;
 #[cfg(feature = "testing")]
 mod processes;
 #[cfg(feature = "testing")]
+mod reader;
+#[cfg(feature = "testing")]
 mod repair;
 #[cfg(feature = "testing")]
 mod rings;

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use idemlog::testing::sim::Rng;
 use idemlog::{
-    DedupLog, Durability, ErrorKind, NamespaceOptions, Observed, Options, Outcome, Repeatable,
-    RunVerdict,
+    DedupLog, Durability, ErrorKind, IntakeOptions, JobStatus, KeyState, NamespaceOptions,
+    Observed, Options, Outcome, Repeatable, RunVerdict, Submitted,
 };
 
 const TASK: &str = "IDEMLOG_TEST_PROCESSES_TASK";
@@ -59,6 +59,7 @@ fn child() {
         "race" => race(dir, number),
         "busy" => busy(dir),
         "commit" => commit(dir, number),
+        "tell" => tell(dir),
         _ => panic!("{task}"),
     }
 }
@@ -376,4 +377,114 @@ fn flushes_per_commit() -> f64 {
         count * each
     );
     per_commit
+}
+
+/// Observes keys of its own for ever, and says each when it was answered.
+fn tell(dir: &Path) {
+    let log = open(dir, Durability::Process);
+    let filter = log.filter("f", small()).unwrap();
+    for n in 0u64.. {
+        let key = format!("told-{}-{n}", std::process::id());
+        assert_eq!(filter.observe(&key).unwrap(), Observed::New);
+        say(&key);
+    }
+}
+
+/// A reader beside processes that are killed and replaced, until nobody is left: what they were
+/// answered it finds at once, what nobody has seen it does not, and it makes and changes no file.
+#[test]
+fn a_reader_is_beside_processes_that_are_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    {
+        let log = open(dir.path(), Durability::Process);
+        log.filter("f", small()).unwrap();
+        log.close().unwrap();
+    }
+    let read = || {
+        let log = Options::new().open_read_only(dir.path().join("store"));
+        let log = log.unwrap();
+        let filter = log.filter("f", small()).unwrap();
+        (log, filter)
+    };
+    let (log, filter) = read();
+    let mut workers: Vec<_> = (0..2)
+        .map(|n| Worker::start("tell", n, dir.path()))
+        .collect();
+    let mut told = Vec::new();
+    for round in 0..number("IDEMLOG_KILLS", 8) {
+        for _ in 0..200 {
+            for worker in &mut workers {
+                let mut line = String::new();
+                worker.lines.read_line(&mut line).unwrap();
+                let Some(at) = line.find("told-") else {
+                    continue;
+                };
+                let key = line[at..].trim_end().to_owned();
+                assert_eq!(filter.get(&key).unwrap(), KeyState::Seen, "{key}");
+                told.push(key);
+            }
+        }
+        let (_fresh, other) = read();
+        assert_eq!(other.get(told.last().unwrap()).unwrap(), KeyState::Seen);
+        assert_eq!(other.get("never").unwrap(), KeyState::Absent);
+        let mut killed = workers.remove(0);
+        killed.child.kill().unwrap();
+        drop(killed);
+        workers.push(Worker::start("tell", round, dir.path()));
+    }
+    drop(workers);
+    let files = || {
+        let mut files: Vec<_> = std::fs::read_dir(dir.path().join("store"))
+            .unwrap()
+            .map(|entry| entry.unwrap())
+            .map(|entry| (entry.file_name(), std::fs::read(entry.path()).unwrap()))
+            .collect();
+        files.sort();
+        files
+    };
+    let before = files();
+    let (_fresh, other) = read();
+    for filter in [&filter, &other] {
+        for key in &told {
+            assert_eq!(filter.get(key).unwrap(), KeyState::Seen, "{key}");
+        }
+        assert_eq!(filter.get("never").unwrap(), KeyState::Absent);
+    }
+    assert!(log.stats().segments_count > 0);
+    assert!(files() == before, "a reader changes nothing");
+    // Whoever comes next recovers the store beside the readers.
+    let sharing = open(dir.path(), Durability::Process);
+    let writes = sharing.filter("f", small()).unwrap();
+    assert_eq!(writes.observe("next").unwrap(), Observed::New);
+    assert_eq!(filter.get("next").unwrap(), KeyState::Seen);
+    println!("told={}", told.len());
+}
+
+/// Nobody rings for a reader: it looks again.
+#[test]
+fn a_reader_waits_for_what_another_one_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let log = open(dir.path(), Durability::Process);
+    let intake = |log: &DedupLog| {
+        let options = IntakeOptions::new().jobs(small());
+        log.intake::<Repeatable>("work", options).unwrap()
+    };
+    let jobs = intake(&log);
+    assert_eq!(jobs.submit("j", b"do it").unwrap(), Submitted::Queued);
+    let reader = Options::new().open_read_only(dir.path().join("store"));
+    let seen = intake(&reader.unwrap());
+    std::thread::scope(|scope| {
+        let began = Instant::now();
+        let waits = scope.spawn(|| seen.wait_outcome("j", Duration::from_secs(60)));
+        std::thread::sleep(Duration::from_millis(50));
+        let job = jobs.take(1).unwrap().pop().unwrap();
+        let ran = job.run(|_| Ok(b"done".to_vec())).unwrap();
+        assert!(matches!(ran, RunVerdict::Ran { .. }));
+        let status = waits.join().unwrap().unwrap();
+        assert!(
+            matches!(status, JobStatus::Begun(KeyState::Done(_))),
+            "{status:?}"
+        );
+        assert!(began.elapsed() < Duration::from_secs(30));
+    });
 }

@@ -278,6 +278,10 @@ impl Engine {
         if let Some(shared) = &self.shared {
             return self.close_shared(shared);
         }
+        if self.reader.is_some() {
+            self.core().closed = true;
+            return Ok(());
+        }
         let synced = match self.poison.error() {
             Some(error) => Err(error),
             None => self.sync_all(),

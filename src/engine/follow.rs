@@ -23,6 +23,7 @@ use super::join::Rebuilt;
 use super::lookup::read_error;
 use super::merge::run_entry;
 use super::open::open_segment;
+use super::reader::Reach;
 use super::runs::open_run;
 use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
@@ -51,7 +52,7 @@ const PROBE_BYTES: usize = 64;
 pub(super) const TRIES_MAX: usize = 100;
 
 /// What the end of the log looks like.
-enum Read {
+pub(super) enum Read {
     /// Whole frames, which were taken in.
     Frames,
     /// Nothing was ever written there.
@@ -111,6 +112,29 @@ impl<'a> Piece<'a> {
     }
 }
 
+/// Refuses records of a newer version.
+fn check_known(segment: &SegmentFile, piece: &Piece<'_>) -> Result<()> {
+    if !piece.is_newer {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::Incompatible,
+        "another process has written a record of a newer version; stop it, or use that version \
+         here",
+    )
+    .in_file(segment.name())
+    .at(u64::from(piece.torn)))
+}
+
+pub(super) fn not_read_back(segment: &SegmentFile, at: u32) -> Error {
+    Error::damaged(
+        segment.name(),
+        u64::from(at),
+        "what another process has appended does not read back; nothing was appended here; see \
+         docs/operations.md",
+    )
+}
+
 impl Engine {
     /// Reads on to the end of the log (A).
     pub(crate) fn follow(&self, cells: &SharedCells) -> Result<()> {
@@ -120,9 +144,9 @@ impl Engine {
             (core.is_behind, core.edit_seen < cells.edit)
         };
         if is_behind {
-            self.with_listed(|manifest| self.start_again(manifest))?;
+            self.with_listed(|manifest| self.start_again(manifest, Reach::Turn))?;
         } else if is_edited {
-            self.follow_far()?;
+            self.with_listed(|manifest| self.follow_far(manifest, Reach::Turn))?;
         }
         {
             let mut core = self.core();
@@ -157,18 +181,39 @@ impl Engine {
         {
             return;
         }
-        let mut bytes = vec![0; to_usize(told.offset() - at).min(CHUNK_BYTES)];
-        let read = segment
-            .file()
-            .and_then(|file| file.read_at(&mut bytes, u64::from(at)));
-        bytes.truncate(read.unwrap_or(0));
-        let piece = self.read_piece(&core, &bytes, at);
-        if piece.end > at {
-            // A failure leaves a mark that it is behind.
-            self.take_in_piece(&mut core, &bytes, piece)
-                .map(|_| ())
-                .unwrap_or_default();
+        // A failure leaves a mark that it is behind.
+        self.read_told(&mut core, told)
+            .map(|_| ())
+            .unwrap_or_default();
+    }
+
+    /// Reads one piece of the active segment up to what was told (D).
+    pub(super) fn read_told(&self, core: &mut Core, told: Position) -> Result<Read> {
+        let segment = Arc::clone(&core.writer.segment);
+        let at = core.writer.end_offset();
+        let failed = |e| Error::io("reading the log failed", e).in_file(segment.name());
+        let end = match told.segment().cmp(&segment.id) {
+            std::cmp::Ordering::Less => at,
+            std::cmp::Ordering::Equal => told.offset(),
+            std::cmp::Ordering::Greater => segment.bytes,
+        };
+        if end <= at {
+            return Ok(Read::Nothing);
         }
+        let all = to_usize(end - at);
+        // Some frames are larger than what is read at once.
+        for wanted in [all.min(CHUNK_BYTES), all] {
+            let mut bytes = vec![0; wanted];
+            let file = segment.file().map_err(failed)?;
+            let got = file.read_at(&mut bytes, u64::from(at)).map_err(failed)?;
+            bytes.truncate(got);
+            let piece = self.read_piece(core, &bytes, at);
+            check_known(&segment, &piece)?;
+            if piece.end > at {
+                return self.take_in_piece(core, &bytes, piece);
+            }
+        }
+        Err(not_read_back(&segment, at))
     }
 
     /// Does something with the manifest; again if a later edit has removed what this one lists (C).
@@ -193,29 +238,26 @@ impl Engine {
     }
 
     /// Starts again from the runs if others have sealed more than what this process is in.
-    fn follow_far(&self) -> Result<()> {
-        self.with_listed(|manifest| {
-            let active = self.core().writer.segment.id;
-            let unsealed = |id: u64| {
-                let mut listed = manifest.segments.iter();
-                listed.any(|s| s.id == id && s.sealed.is_none())
-            };
-            let later = manifest
-                .segments
-                .iter()
-                .map(|s| s.id)
-                .filter(|id| *id > active);
-            if unsealed(active) || later.min().is_some_and(unsealed) {
-                self.follow_rest(&mut self.core(), manifest);
-                return Ok(());
-            }
-            self.start_again(manifest)
-        })
+    pub(super) fn follow_far(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
+        let active = self.core().writer.segment.id;
+        let unsealed = |id: u64| {
+            let mut listed = manifest.segments.iter();
+            listed.any(|s| s.id == id && s.sealed.is_none())
+        };
+        let later = manifest
+            .segments
+            .iter()
+            .map(|s| s.id)
+            .filter(|id| *id > active);
+        if unsealed(active) || later.min().is_some_and(unsealed) {
+            self.follow_rest(&mut self.core(), manifest);
+            return Ok(());
+        }
+        self.start_again(manifest, reach)
     }
 
-    /// Takes over which files there are, and what else the manifest says.
-    fn follow_files(&self, manifest: &Manifest) -> Result<()> {
-        let mut core = self.core();
+    /// Opens the segments that come behind the active one.
+    pub(super) fn follow_next(&self, core: &mut Core, manifest: &Manifest) -> Result<()> {
         let dir = self.dir.as_ref();
         let active = core.writer.segment.id;
         let mut next: BTreeMap<u64, Arc<SegmentFile>> = core
@@ -229,8 +271,16 @@ impl Engine {
                 next.insert(entry.id, segment);
             }
         }
-        let view = listed_view(dir, manifest, &self.hash, &core.view, active)?;
         core.next = next.into_values().collect();
+        Ok(())
+    }
+
+    /// Takes over which files there are, and what else the manifest says.
+    pub(super) fn follow_files(&self, manifest: &Manifest) -> Result<()> {
+        let mut core = self.core();
+        let (dir, active) = (self.dir.as_ref(), core.writer.segment.id);
+        let view = listed_view(dir, manifest, &self.hash, &core.view, active)?;
+        self.follow_next(&mut core, manifest)?;
         core.view = Arc::new(view);
         self.follow_rest(&mut core, manifest);
         core.edit_seen = manifest.edit;
@@ -261,7 +311,7 @@ impl Engine {
     }
 
     /// Continues in the next segment, as whoever has rolled did.
-    fn follow_roll(&self, core: &mut Core, seal: &Seal) -> Result<()> {
+    pub(super) fn follow_roll(&self, core: &mut Core, seal: &Seal) -> Result<()> {
         let active = core.writer.segment.id;
         if core.next.front().is_none_or(|next| next.id <= active) {
             let manifest = self.read_listed()?;
@@ -290,8 +340,10 @@ impl Engine {
         core.tally.drop_at = core.tally.drop_at.max(DropTime::from_disk(seal.drop_at_s));
         core.tally.unsettled_count = to_usize(seal.unsettled_count);
         let frozen = core.switch(next, seal.trusted_ms);
-        // Without a map the segment is read by calls until it is sealed.
-        frozen.segment.freeze().map(|_| ()).unwrap_or_default();
+        if self.reader.is_none() {
+            // Without a map the segment is read by calls until it is sealed.
+            frozen.segment.freeze().map(|_| ()).unwrap_or_default();
+        }
         Ok(())
     }
 
@@ -314,15 +366,7 @@ impl Engine {
             let got = file.read_at(&mut bytes, u64::from(at)).map_err(failed)?;
             bytes.truncate(got);
             let piece = self.read_piece(core, &bytes, at);
-            if piece.is_newer {
-                return Err(Error::new(
-                    ErrorKind::Incompatible,
-                    "another process has written a record of a newer version; stop it, or use \
-                     that version here",
-                )
-                .in_file(segment.name())
-                .at(u64::from(piece.torn)));
-            }
+            check_known(&segment, &piece)?;
             if piece.end > at {
                 let is_all = told == Position::new(segment.id, piece.end)
                     && is_untouched(bytes.get(to_usize(piece.torn - at)..).unwrap_or_default());
@@ -343,12 +387,7 @@ impl Engine {
                 continue;
             }
             if known > 0 {
-                return Err(Error::damaged(
-                    segment.name(),
-                    u64::from(at),
-                    "what another process has appended does not read back; nothing was appended \
-                     here; see docs/operations.md",
-                ));
+                return Err(not_read_back(&segment, at));
             }
             return self.clear_torn(core, (lists + claimed).min(room));
         }
@@ -528,9 +567,9 @@ impl Engine {
 
     /// Forgets what was read of the log, and takes over what others have made of it: they have
     /// sealed more than is worth reading.
-    fn start_again(&self, manifest: &Manifest) -> Result<()> {
+    pub(super) fn start_again(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
         let view = self.core().view.clone();
-        let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view)?;
+        let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view, reach)?;
         let granted: BTreeMap<u64, UnsettledEntry> = self.core().unsettled.clone();
         let listed = {
             let mut core = self.core();

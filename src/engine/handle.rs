@@ -110,6 +110,50 @@ impl Options {
         DedupLog::start(open::open_dir(dir, "memory", false, self)?)
     }
 
+    /// Opens the store in this directory for reading only: beside processes that share it, or while
+    /// nobody has it open. Nothing is made, written, flushed or removed, and no right to write is
+    /// needed.
+    ///
+    /// It is the same handle, whose calls that would write are `Invalid`, and which follows: each
+    /// read knows what was answered before it began, whoever has answered it. It takes no turn
+    /// among the processes that share the store. Where nobody writes, it reads to the end of what
+    /// is whole in the log, which it cannot make durable: what it tells may still be lost with the
+    /// power. As long as it is open, nobody can open the store alone. See `docs/shared.md`.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir()?;
+    /// # let path = dir.path().join("store");
+    /// use idemlog::{ErrorKind, KeyState, NamespaceOptions, Options};
+    ///
+    /// let log = Options::new().shared(true).open(&path)?;
+    /// let clicks = log.filter("clicks", NamespaceOptions::new())?;
+    ///
+    /// let reader = Options::new().open_read_only(&path)?;
+    /// let seen = reader.filter("clicks", NamespaceOptions::new())?;
+    /// assert_eq!(seen.get("event-1")?, KeyState::Absent);
+    /// clicks.observe("event-1")?;
+    /// assert_eq!(seen.get("event-1")?, KeyState::Seen);
+    /// assert_eq!(seen.observe("event-2").unwrap_err().kind(), ErrorKind::Invalid);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// `Locked` if another opener has it alone, or recovers it for long; `Incompatible` for what is
+    /// not a store of this format, has no file `LOCK`, or was left by an open in the middle of
+    /// writing a segment anew; `Damaged`, `Invalid`, `Io`.
+    pub fn open_read_only(self, path: impl AsRef<Path>) -> Result<DedupLog> {
+        DedupLog::start(open::open_path_read_only(path.as_ref(), self)?)
+    }
+
+    /// Opens a store on any directory for reading only.
+    ///
+    /// # Errors
+    /// As [`Options::open_read_only`].
+    #[cfg(any(test, feature = "testing"))]
+    pub fn open_read_only_on(self, dir: Arc<dyn crate::vfs::Dir>) -> Result<DedupLog> {
+        DedupLog::start(open::open_read_only(dir, "simulated", self)?)
+    }
+
     /// Opens a store on any directory, such as one of a simulated disk.
     ///
     /// # Errors
@@ -266,11 +310,13 @@ impl DedupLog {
 
     /// Returns counters and sizes.
     pub fn stats(&self) -> Stats {
+        self.engine().follow_if_reader();
         self.engine().stats()
     }
 
     /// Returns the store's condition.
     pub fn health(&self) -> Health {
+        self.engine().follow_if_reader();
         self.engine().health()
     }
 

@@ -306,6 +306,9 @@ impl<C: EffectClass> Intake<C> {
     /// Keeps log space free for the jobs that other openers have accepted.
     pub(super) fn reserve(&self) -> Result<()> {
         let (engine, queue) = (self.engine(), &self.queue.space);
+        if engine.reader.is_some() {
+            return Ok(());
+        }
         // Nothing is carried over meanwhile.
         let _one_at_a_time = engine.maintenance()?;
         let positions: Vec<Position> = {

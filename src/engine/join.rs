@@ -2,9 +2,9 @@
 //! is alone; the others join, and change nothing but the manifest's list of what is reserved.
 //!
 //! Safety properties:
-//! A. LOCK is held by everybody: alone while the first one recovers, shared afterwards. An opener
-//!    that wants the store for itself is refused as long as anybody is in it, and the other way
-//!    round.
+//! A. LOCK is held shared by everybody, also by who only reads: an opener that wants the store for
+//!    itself is refused as long as anybody is in it, and the other way round. LOCK.members is held
+//!    by who may write: alone while the first one recovers, shared afterwards.
 //! B. Behind the end of the log there are zeros: no file is used again while a store is shared, and
 //!    the first one clears those that were.
 //! C. A generation is reserved durably, and its owner's file locked, before its first claim.
@@ -20,6 +20,7 @@ use super::core::{Core, Frozen, Tally, View, to_seconds};
 use super::follow::{TRIES_MAX, listed_view};
 use super::namespace::to_ms;
 use super::open::{LOCK_RETRY, open_segment, recover_or_create};
+use super::reader::Reach;
 use super::recovery::{
     Base, Full, Gathered, assemble, footer_records, places, replay_segment, replay_unsealed,
 };
@@ -44,7 +45,7 @@ use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Access, Dir, Lock, LockFile, LockMode};
 
 /// How long an open waits, unless told otherwise, for others that open or close the same store.
-const JOIN_WAIT: Duration = Duration::from_secs(10);
+pub(super) const JOIN_WAIT: Duration = Duration::from_secs(10);
 
 /// Records and their namespaces.
 type Places = Vec<(Position, u16)>;
@@ -53,7 +54,7 @@ type Places = Vec<(Position, u16)>;
 #[derive(Debug)]
 struct Membership {
     dir: Arc<dyn Dir>,
-    member: Arc<dyn LockFile>,
+    locks: Locks,
     /// Let go before the file's name: see the order in `drop`.
     owner: Mutex<Option<Box<dyn Lock>>>,
     generation: u64,
@@ -77,8 +78,43 @@ impl Drop for Membership {
             .unwrap_or_else(PoisonError::into_inner)
             .take();
         drop(owner);
-        self.member.unlock().unwrap_or_default();
+        self.locks.unlock();
     }
+}
+
+/// The locks of one who may write (A).
+#[derive(Clone, Debug)]
+struct Locks {
+    lock: Arc<dyn LockFile>,
+    member: Arc<dyn LockFile>,
+}
+
+impl Locks {
+    fn open(dir: &dyn Dir) -> Result<Locks> {
+        let open = |name: FileName| {
+            let name = name.to_string();
+            let lock = dir.lock_file(&name, Access::Create);
+            lock.map_err(|e| locking(e).in_file(name))
+        };
+        Ok(Locks {
+            lock: open(FileName::Lock)?,
+            member: open(FileName::Members)?,
+        })
+    }
+
+    fn try_member(&self, mode: LockMode) -> Result<bool> {
+        let tried = self.member.try_lock(mode);
+        tried.map_err(|e| locking(e).in_file(FileName::Members.to_string()))
+    }
+
+    fn unlock(&self) {
+        self.member.unlock().unwrap_or_default();
+        self.lock.unlock().unwrap_or_default();
+    }
+}
+
+fn locking(source: std::io::Error) -> Error {
+    Error::io("locking the store failed", source)
 }
 
 /// Stands for the lock until the opener is a member; whoever opens lets it go on an error.
@@ -94,48 +130,53 @@ pub(super) fn open_shared(
     in_place: bool,
     options: Options,
 ) -> Result<Arc<Engine>> {
-    let name = FileName::Lock.to_string();
-    let member = dir
-        .lock_file(&name, true)
-        .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))?;
-    let locked = |mode| {
-        member
-            .try_lock(mode)
-            .map_err(|e| Error::io("locking the store failed", e).in_file(name.clone()))
-    };
+    let locks = Locks::open(dir.as_ref())?;
     let wait = if options.lock_timeout.is_zero() {
         JOIN_WAIT
     } else {
         options.lock_timeout
     };
     let deadline = options.clock.read().boot_ms.saturating_add(to_ms(wait));
-    loop {
-        if locked(LockMode::Exclusive)? {
-            let own = (Arc::clone(&dir), options.clone());
-            let opened = open_first(&member, own, shown, in_place);
-            match opened {
-                // Somebody else has come in while the lock was handed on.
-                Ok(None) => {}
-                opened => {
-                    let_go_of_error(&member, &opened);
-                    return opened.and_then(|engine| engine.ok_or_else(|| replaced(shown)));
-                }
+    let tried = loop {
+        match try_open(&dir, &locks, shown, in_place, &options) {
+            Ok(None) if options.clock.read().boot_ms < deadline => {
+                std::thread::park_timeout(LOCK_RETRY);
             }
-        } else if locked(LockMode::Shared)? {
-            let joined =
-                check_place(&member, shown).and_then(|()| join(&dir, &member, in_place, options));
-            let_go_of_error(&member, &joined);
-            return joined.map(Arc::new);
+            tried => break tried,
         }
-        if options.clock.read().boot_ms >= deadline {
-            return Err(not_shared(dir.as_ref(), shown));
-        }
-        std::thread::park_timeout(LOCK_RETRY);
+    };
+    let opened = tried.and_then(|opened| opened.ok_or_else(|| not_shared(dir.as_ref(), shown)));
+    if opened.is_err() {
+        locks.unlock();
     }
+    opened
+}
+
+/// Opens a store, unless somebody is in the way for now.
+fn try_open(
+    dir: &Arc<dyn Dir>,
+    locks: &Locks,
+    shown: &str,
+    in_place: bool,
+    options: &Options,
+) -> Result<Option<Arc<Engine>>> {
+    if !locks.lock.try_lock(LockMode::Shared).map_err(locking)? {
+        return Ok(None);
+    }
+    if locks.try_member(LockMode::Exclusive)? {
+        let own = (Arc::clone(dir), options.clone());
+        // `None`: somebody else has come in while the lock was handed on.
+        return open_first(locks, own, shown, in_place);
+    }
+    if !locks.try_member(LockMode::Shared)? {
+        return Ok(None);
+    }
+    check_place(locks, shown)?;
+    join(dir, locks, in_place, options.clone()).map(|engine| Some(Arc::new(engine)))
 }
 
 /// Says who holds the store, by the text of the lock's file.
-fn not_shared(dir: &dyn Dir, shown: &str) -> Error {
+pub(super) fn not_shared(dir: &dyn Dir, shown: &str) -> Error {
     let mut text = [0; 64];
     let mut read = || {
         let file = dir.open(&FileName::Lock.to_string(), Access::Read)?;
@@ -154,16 +195,14 @@ fn not_shared(dir: &dyn Dir, shown: &str) -> Error {
     .in_file(shown)
 }
 
-fn let_go_of_error<T>(member: &Arc<dyn LockFile>, opened: &Result<T>) {
-    if opened.is_err() {
-        member.unlock().unwrap_or_default();
-    }
+/// Refuses a directory, or a lock's file, that another one has taken the place of.
+fn check_place(locks: &Locks, shown: &str) -> Result<()> {
+    check_in_place(locks.lock.as_ref(), shown)?;
+    check_in_place(locks.member.as_ref(), shown)
 }
 
-/// Refuses a directory, or a lock's file, that another one has taken the place of.
-fn check_place(member: &Arc<dyn LockFile>, shown: &str) -> Result<()> {
-    let asked = member.is_in_place();
-    if asked.map_err(|e| Error::io("locking the store failed", e).in_file(shown))? {
+pub(super) fn check_in_place(lock: &dyn LockFile, shown: &str) -> Result<()> {
+    if lock.is_in_place().map_err(|e| locking(e).in_file(shown))? {
         Ok(())
     } else {
         Err(replaced(shown))
@@ -177,15 +216,15 @@ fn replaced(shown: &str) -> Error {
 
 /// Recovers the store alone, and lets the others in. `None`: another one was faster.
 fn open_first(
-    member: &Arc<dyn LockFile>,
+    locks: &Locks,
     (dir, options): (Arc<dyn Dir>, Options),
     shown: &str,
     in_place: bool,
 ) -> Result<Option<Arc<Engine>>> {
-    check_place(member, shown)?;
+    check_place(locks, shown)?;
     note_sharing(dir.as_ref());
     let engine = recover_or_create(dir, Box::new(NotYet), shown, in_place, options)?;
-    admit_others(engine, member)
+    admit_others(engine, locks)
 }
 
 /// Says in the lock's file who holds it, for those who are refused. A full disk is no reason not to
@@ -201,7 +240,7 @@ fn note_sharing(dir: &dyn Dir) {
 }
 
 /// Turns a store that was opened alone into a shared one.
-fn admit_others(engine: Arc<Engine>, member: &Arc<dyn LockFile>) -> Result<Option<Arc<Engine>>> {
+fn admit_others(engine: Arc<Engine>, locks: &Locks) -> Result<Option<Arc<Engine>>> {
     let mut engine = engine;
     let Some(own) = Arc::get_mut(&mut engine) else {
         return Err(Error::invalid("store is in use before it is open"));
@@ -232,15 +271,13 @@ fn admit_others(engine: Arc<Engine>, member: &Arc<dyn LockFile>) -> Result<Optio
         &own.dir,
         own.store,
         own.options.turn_timeout,
-        member,
+        &locks.member,
         Some(&cells),
     )?;
     own.core().edit_seen = edit;
     own.shared = Some(shared);
-    own.hold_membership(member)?;
-    let admitted = member
-        .try_lock(LockMode::Shared)
-        .map_err(|e| Error::io("locking the store failed", e))?;
+    own.hold_membership(locks)?;
+    let admitted = locks.try_member(LockMode::Shared)?;
     Ok(admitted.then_some(engine))
 }
 
@@ -259,18 +296,14 @@ fn clear_behind(segment: &SegmentFile, end: u32) -> Result<()> {
 }
 
 /// Joins a store that others have open.
-fn join(
-    dir: &Arc<dyn Dir>,
-    member: &Arc<dyn LockFile>,
-    in_place: bool,
-    options: Options,
-) -> Result<Engine> {
+fn join(dir: &Arc<dyn Dir>, locks: &Locks, in_place: bool, options: Options) -> Result<Engine> {
     let manifest = read_manifest(dir.as_ref())?.ok_or_else(|| {
         let name = FileName::Manifest.to_string();
         Error::damaged(name, 0, "MANIFEST is gone; restore it from a backup")
     })?;
     let hash = KeyHash::new(&manifest.hash_key, manifest.store);
-    let shared = Shared::open(dir, manifest.store, options.turn_timeout, member, None)?;
+    let wait = options.turn_timeout;
+    let shared = Shared::open(dir, manifest.store, wait, &locks.member, None)?;
     let clock = options.clock.as_ref();
     let turn = shared.gate(GateName::Turn, clock, shared.end_ms(clock))?;
     let cells = shared.read()?;
@@ -312,7 +345,7 @@ fn join(
     {
         // Whoever looks after the dead does so with this gate: not between making and locking.
         let _nobody_looks = engine.gate(GateName::Upkeep, engine.gate_end_ms())?;
-        engine.hold_membership(member)?;
+        engine.hold_membership(locks)?;
     }
     {
         let mut core = engine.core();
@@ -338,7 +371,7 @@ fn rebuild(
     let mut tried = 0;
     loop {
         let manifest = read()?;
-        match Rebuilt::of(dir, &manifest, hash, options, &View::default()) {
+        match Rebuilt::of(dir, &manifest, hash, options, &View::default(), Reach::Turn) {
             Ok(rebuilt) => return Ok((manifest, rebuilt)),
             Err(_) if tried < TRIES_MAX && read()?.edit != manifest.edit => tried += 1,
             Err(error) => return Err(error),
@@ -364,11 +397,11 @@ impl Engine {
     }
 
     /// Locks the file that says that this opener is alive, and keeps that with the membership.
-    fn hold_membership(&self, member: &Arc<dyn LockFile>) -> Result<()> {
+    fn hold_membership(&self, locks: &Locks) -> Result<()> {
         let owner = Shared::own(self.dir.as_ref(), self.generation)?;
         let membership = Membership {
             dir: Arc::clone(&self.dir),
-            member: Arc::clone(member),
+            locks: locks.clone(),
             owner: Mutex::new(Some(owner)),
             generation: self.generation,
             home: ForkGuard::new(),
@@ -481,10 +514,10 @@ pub(super) struct Rebuilt {
     /// Unsettled records outside the active segment that may be their key's newest.
     sealed_unsettled: Places,
     active_unsettled: Places,
-    trusted_ms: u64,
+    pub(super) trusted_ms: u64,
     /// The newest stamp in what was read.
     pub(super) stamp: u64,
-    replayed_count: u64,
+    pub(super) replayed_count: u64,
 }
 
 impl Rebuilt {
@@ -495,6 +528,7 @@ impl Rebuilt {
         hash: &KeyHash,
         options: &Options,
         old: &View,
+        reach: Reach,
     ) -> Result<Rebuilt> {
         let mut opened = BTreeMap::new();
         for entry in manifest.segments.iter().filter(|s| s.sealed.is_none()) {
@@ -507,8 +541,15 @@ impl Rebuilt {
             on_progress: None,
             ..options.clone()
         };
-        let gathered =
-            replay_unsealed(dir.as_ref(), manifest, &opened, hash, options, &mut report)?;
+        let gathered = replay_unsealed(
+            dir.as_ref(),
+            manifest,
+            &opened,
+            hash,
+            options,
+            &mut report,
+            reach,
+        )?;
         let Gathered {
             frozen,
             active: (active, replayed),
@@ -516,6 +557,7 @@ impl Rebuilt {
             trusted_ms,
             ..
         } = gathered;
+        reach.check(&active, replayed.end)?;
         let mut view = listed_view(dir.as_ref(), manifest, hash, old, active.id)?;
         view.frozen.clear();
         let mut sealed_unsettled = Vec::new();
@@ -528,7 +570,7 @@ impl Rebuilt {
             .map(|replayed| replayed.stamp)
             .fold(replayed.stamp, u64::max);
         for full in frozen {
-            let (frozen, unsettled) = freeze(full, hash, began_at_s)?;
+            let (frozen, unsettled) = freeze(full, hash, began_at_s, reach)?;
             sealed_unsettled.extend(unsettled);
             view.frozen.push(Arc::new(frozen));
         }
@@ -549,7 +591,7 @@ impl Rebuilt {
     }
 
     /// Makes an empty core for this store.
-    fn core(&self, options: &Options) -> Core {
+    pub(super) fn core(&self, options: &Options) -> Core {
         let writer = Writer::new(Arc::clone(&self.active), self.end);
         let table = ActiveTable::new(self.active.bytes);
         Core::new(writer, table, Tally::new(), options.stamps(0, 0))
@@ -569,15 +611,17 @@ impl Rebuilt {
 }
 
 /// Turns a full segment that is not sealed yet into a frozen one, and lists what is not settled.
-fn freeze(full: Full, hash: &KeyHash, began_at_s: u32) -> Result<(Frozen, Places)> {
+fn freeze(full: Full, hash: &KeyHash, began_at_s: u32, reach: Reach) -> Result<(Frozen, Places)> {
     let segment = full.segment;
     let replayed = match full.replayed {
         Some(replayed) => replayed,
         None => replay_segment(&read_image(&segment)?, &segment, hash)?,
     };
-    segment
-        .freeze()
-        .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+    if reach.maps_unsealed() {
+        segment
+            .freeze()
+            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
+    }
     let unsettled = places(segment.id, &replayed.unsettled);
     let frozen = Frozen {
         table: replayed.table,

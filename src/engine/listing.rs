@@ -25,7 +25,7 @@ impl Engine {
         for (at, entry, namespace) in entries {
             if entry.namespace == NAMESPACE_UNKNOWN {
                 // A list without it would not be true: this is an error.
-                self.read_at(Position::from_u64(at), |_| ())?;
+                self.read_again(|| self.read_at(Position::from_u64(at), |_| ()))?;
                 continue;
             }
             let Some(namespace) = namespace.filter(|n| n.kind.has_claims()) else {
@@ -51,7 +51,7 @@ impl Engine {
         let own = |record: &crate::format::record::Record<'_>| {
             (record.key.to_vec(), Entry::of_record(record))
         };
-        let Some((key, entry)) = self.read_at(position, own)? else {
+        let Some((key, entry)) = self.read_again(|| self.read_at(position, own))? else {
             return Ok(None);
         };
         let space = Space {

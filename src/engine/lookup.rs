@@ -223,7 +223,7 @@ impl Engine {
         extract: impl Fn(&Record<'_>) -> T,
     ) -> Result<Located<T>> {
         self.refresh()?;
-        self.locate_known(wanted, extract)
+        self.read_again(|| self.locate_known(wanted, &extract))
     }
 
     /// The same among what this process has read of the log.

@@ -39,6 +39,7 @@ pub(crate) mod outbox;
 mod pass;
 mod poison;
 mod prepare;
+pub(crate) mod reader;
 mod recovery;
 pub(crate) mod repair;
 pub(crate) mod run_once;
@@ -128,6 +129,8 @@ pub(crate) struct Engine {
     salvaged: Option<String>,
     /// What is needed where other processes have the store open, too.
     pub(crate) shared: Option<shared::Shared>,
+    /// What is needed where the store is open for reading only.
+    pub(crate) reader: Option<reader::Reader>,
 }
 
 impl Engine {
@@ -166,6 +169,7 @@ impl Engine {
     /// Takes the upkeep, among threads and among processes; whoever has it knows what the others
     /// have done.
     fn maintenance(&self) -> Result<prepare::Maintaining<'_>> {
+        self.check_writer()?;
         let end_ms = self.gate_end_ms();
         let upkeep = self.upkeep();
         let gate = self.gate(GateName::Upkeep, end_ms)?;
@@ -177,6 +181,7 @@ impl Engine {
 
     /// The same, unless another process is at it.
     fn try_maintenance(&self) -> Result<Option<prepare::Maintaining<'_>>> {
+        self.check_writer()?;
         let upkeep = self.upkeep();
         let Some(shared) = &self.shared else {
             return Ok(Some(prepare::Maintaining::new(upkeep, None)));
@@ -375,10 +380,25 @@ impl Engine {
     pub(crate) fn check_writable(&self, core: &Core) -> Result<()> {
         check_open(core)?;
         self.check_home()?;
+        self.check_writer()?;
         match self.poison.error() {
             Some(error) => Err(error),
             None => Ok(()),
         }
+    }
+
+    /// Checks what every call that may write if it has to checks first: a reader does not have to.
+    pub(crate) fn check_usable(&self, core: &Core) -> Result<()> {
+        if self.reader.is_none() {
+            return self.check_writable(core);
+        }
+        check_open(core)?;
+        self.check_home()
+    }
+
+    /// Says that no other process is in the store.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.shared.is_none() && self.reader.is_none()
     }
 
     /// Refuses a child of the process that opened the store.

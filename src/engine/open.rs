@@ -12,6 +12,7 @@ use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
 use super::join::open_shared;
 use super::prepare::{create_segment, fill_random, random_u32};
+use super::reader::open_reader;
 use super::recovery::recover;
 use super::repair::{Repair, is_readable_damage};
 use crate::clock::TrustedTime;
@@ -26,7 +27,7 @@ use crate::log::segment::SegmentFile;
 use crate::options::{OpenMode, Options, SEGMENT_BYTES_FIRST};
 use crate::stats::OpenReport;
 use crate::vfs::disk::{DiskDir, FileSystem};
-use crate::vfs::{Access, Dir, Lock};
+use crate::vfs::{Access, Dir, Lock, LockMode};
 
 /// How often a held lock is tried again while an open waits for it.
 pub(super) const LOCK_RETRY: Duration = Duration::from_millis(10);
@@ -34,12 +35,30 @@ pub(super) const LOCK_RETRY: Duration = Duration::from_millis(10);
 /// Opens a store in a directory of the file system.
 pub(crate) fn open_path(path: &Path, options: Options) -> Result<Arc<Engine>> {
     let shown = path.display().to_string();
-    let failed = |e| open_error(e, &shown);
     options.validate()?;
-    let dir = DiskDir::open(path, options.create).map_err(failed)?;
+    let (dir, file_system) = open_disk(path, options.create, options.network_allowed, &shown)?;
+    open_dir(dir, &shown, file_system == FileSystem::Local, options)
+}
+
+/// Opens a store in a directory of the file system for reading only.
+pub(crate) fn open_path_read_only(path: &Path, options: Options) -> Result<Arc<Engine>> {
+    let shown = path.display().to_string();
+    let (dir, _) = open_disk(path, false, options.network_allowed, &shown)?;
+    open_read_only(dir, &shown, options)
+}
+
+/// Opens a directory of a file system on which a store may be.
+fn open_disk(
+    path: &Path,
+    create: bool,
+    network_allowed: bool,
+    shown: &str,
+) -> Result<(Arc<dyn Dir>, FileSystem)> {
+    let failed = |e| open_error(e, shown);
+    let dir = DiskDir::open(path, create).map_err(failed)?;
     let file_system = dir.filesystem().map_err(failed)?;
     if let FileSystem::Network(name) = file_system
-        && !options.network_allowed
+        && !network_allowed
     {
         return Err(Error::new(
             ErrorKind::Incompatible,
@@ -50,12 +69,7 @@ pub(crate) fn open_path(path: &Path, options: Options) -> Result<Arc<Engine>> {
         )
         .in_file(shown));
     }
-    open_dir(
-        Arc::new(dir),
-        &shown,
-        file_system == FileSystem::Local,
-        options,
-    )
+    Ok((Arc::new(dir), file_system))
 }
 
 /// Says why a directory could not be opened.
@@ -99,6 +113,19 @@ pub(crate) fn open_dir(
         }
     };
     Ok(timed(engine, started))
+}
+
+/// Opens a store in any directory for reading only.
+pub(crate) fn open_read_only(
+    dir: Arc<dyn Dir>,
+    shown: &str,
+    options: Options,
+) -> Result<Arc<Engine>> {
+    options.validate()?;
+    let started = options.clock.read().boot_ms;
+    look_before_lock(dir.as_ref(), shown, false)?;
+    let engine = open_reader(dir, shown, options)?;
+    Ok(timed(Arc::new(engine), started))
 }
 
 /// Notes how long an open took.
@@ -188,6 +215,7 @@ pub(super) fn take_lock(
             Err(holder) => holder,
         };
         if options.clock.read().boot_ms >= deadline {
+            let holder = shared_by(dir, &name).unwrap_or(holder);
             return Err(Error::new(
                 ErrorKind::Locked,
                 format!("store is open elsewhere: holder={holder}; close it there or wait"),
@@ -196,6 +224,14 @@ pub(super) fn take_lock(
         }
         std::thread::park_timeout(LOCK_RETRY);
     }
+}
+
+/// Names the holders of a lock that several share: its text is that of whoever was alone.
+fn shared_by(dir: &dyn Dir, name: &str) -> Option<String> {
+    let lock = dir.lock_file(name, Access::Read).ok()?;
+    let is_shared = lock.try_lock(LockMode::Shared).ok()?;
+    lock.unlock().ok()?;
+    is_shared.then(|| "processes that share it or only read it".to_owned())
 }
 
 /// Creates a store: the first segment, then the manifest, whose rename makes it exist. Killed
@@ -320,10 +356,13 @@ pub(super) fn find_orphans(dir: &dyn Dir, manifest: &Manifest) -> Result<Vec<Str
         .map_err(|e| Error::io("listing the directory failed", e))?;
     for name in names {
         use FileName::{
-            Gate, Lock, Manifest, Owner, Repairing, Reserve, SegmentCopy, Shared, Temporary,
+            Gate, Lock, Manifest, Members, Owner, Repairing, Reserve, SegmentCopy, Shared,
+            Temporary,
         };
         let is_orphan = match FileName::parse(&name) {
-            None | Some(Lock | Manifest | Reserve | Repairing | Shared | Gate(_)) => false,
+            None | Some(Lock | Manifest | Members | Reserve | Repairing | Shared | Gate(_)) => {
+                false
+            }
             // Whoever looks for orphans is alone: no other opener is alive.
             Some(FileName::ManifestNew | SegmentCopy(_) | Temporary { .. } | Owner(_)) => true,
             Some(FileName::Hint(id)) => !open.contains(&id),

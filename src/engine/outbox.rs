@@ -283,6 +283,7 @@ impl Outbox {
 
     fn pick(&self, count: usize) -> Result<Picked> {
         let engine = &self.handle.engine;
+        engine.check_writer()?;
         let now = engine.now();
         let until_ms = now.boot_ms.saturating_add(to_ms(self.space.options.lease));
         let moment = Moment {
@@ -567,7 +568,7 @@ impl Engine {
     /// Reads the outbox's entries back into its queue, at the first opening of it.
     fn fill_outbox(&self, space: &Space) -> Result<()> {
         // Nothing is carried over meanwhile, and nobody here can publish: this is the first handle.
-        let _one_at_a_time = self.maintenance()?;
+        let _one_at_a_time = self.nothing_moves()?;
         if self.core().outboxes.contains_key(&space.id) {
             return Ok(());
         }
@@ -627,7 +628,7 @@ impl Engine {
         act: impl FnOnce(&mut Queue) -> R,
     ) -> Result<R> {
         let mut core = self.turn()?;
-        self.check_writable(&core)?;
+        self.check_usable(&core)?;
         core.check_namespace(space)?;
         Ok(act(core.outboxes.entry(space.id).or_default()))
     }

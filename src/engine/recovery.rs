@@ -26,6 +26,7 @@ use super::core::{
 use super::hint::read_hint;
 use super::open::{find_orphans, open_segment, remove_orphans};
 use super::poison::Poison;
+use super::reader::Reach;
 use super::runs::{SealedSegment, install_sealed, open_run, open_sealed};
 use super::settle::{finish_writing_anew, read_image, settle_segment};
 use super::timers::Timers;
@@ -281,7 +282,8 @@ fn gather(
         let segment = open_segment(dir, manifest, entry, hash.id(), access)?;
         opened.insert(entry.id, segment);
     }
-    let mut gathered = replay_unsealed(dir, manifest, &opened, hash, options, report)?;
+    let reach = Reach::Turn;
+    let mut gathered = replay_unsealed(dir, manifest, &opened, hash, options, report, reach)?;
     gathered.orphans = orphans;
     gathered.runs = manifest
         .runs
@@ -417,6 +419,7 @@ pub(super) fn assemble(base: Base) -> Engine {
         report: base.report,
         salvaged: None,
         shared: None,
+        reader: None,
     }
 }
 
@@ -520,7 +523,7 @@ impl Engine {
             let wanted = self.wanted(namespace, &key);
             let located = match self.locate_known(wanted, |_| ()) {
                 // A page of a run has gone bad: built again, it answers.
-                Err(error) if error.kind() == ErrorKind::Damaged && self.shared.is_none() => {
+                Err(error) if error.kind() == ErrorKind::Damaged && self.is_alone() => {
                     let rebuilt = self
                         .maintenance()
                         .and_then(|mut held| self.rebuild_damaged(&mut held));
@@ -627,6 +630,7 @@ pub(super) fn replay_unsealed(
     hash: &KeyHash,
     options: &Options,
     report: &mut OpenReport,
+    reach: Reach,
 ) -> Result<Gathered> {
     let unsealed: Vec<&Arc<SegmentFile>> = manifest
         .segments
@@ -640,11 +644,13 @@ pub(super) fn replay_unsealed(
     let mut active = None;
     let mut proven = manifest.closed_at.unwrap_or(0);
     for segment in &unsealed {
-        if active.is_some() && manifest.closed_at.is_some() {
-            // Behind the end of a log that was closed cleanly nothing was ever written.
+        if active.is_some() && (manifest.closed_at.is_some() || reach.is_told()) {
+            // Behind the end of a log that was closed cleanly nothing was ever written; and what
+            // was told is whole.
             continue;
         }
-        let image = read_image(segment)?;
+        let mut image = read_image(segment)?;
+        reach.cut(segment.id, &mut image);
         let mut valid = to_u32(SEGMENT_HEADER_BYTES);
         if active.is_none() {
             let hint = read_hint(dir, manifest.store, segment, &image, hash);

@@ -160,7 +160,7 @@ pub(crate) enum Flush<'a> {
 pub(crate) struct Shared {
     dir: Arc<dyn Dir>,
     store: StoreId,
-    /// LOCK, which everybody holds.
+    /// Held by everybody who may write.
     member: Arc<dyn LockFile>,
     file: Arc<dyn File>,
     gates: [Gate; 5],
@@ -198,7 +198,7 @@ impl Shared {
         let home = Arc::new(ForkGuard::new());
         let gate = |gate: GateName| -> Result<Gate> {
             let name = FileName::Gate(gate).to_string();
-            let lock = dir.lock_file(&name, true);
+            let lock = dir.lock_file(&name, Access::Create);
             Ok(Gate {
                 name: gate,
                 lock: lock.map_err(|e| failed(e).in_file(name))?,
@@ -337,7 +337,7 @@ impl Shared {
     /// If it was not, it holds nothing any more.
     pub(crate) fn is_last(&self) -> Result<bool> {
         let tried = self.member.try_lock(LockMode::Exclusive);
-        let name = FileName::Lock.to_string();
+        let name = FileName::Members.to_string();
         tried.map_err(|e| Error::io("locking the store failed", e).in_file(name))
     }
 
@@ -348,12 +348,7 @@ impl Shared {
         if dead().contains(&generation) {
             return false;
         }
-        let name = FileName::Owner(generation).to_string();
-        let gone = match self.dir.lock_file(&name, false) {
-            // Shared, so that two who ask do not take each other for the owner.
-            Ok(lock) => lock.try_lock(LockMode::Shared).unwrap_or(false),
-            Err(error) => error.kind() == std::io::ErrorKind::NotFound,
-        };
+        let gone = is_gone(self.dir.as_ref(), generation);
         if gone {
             dead().insert(generation);
         }
@@ -378,6 +373,21 @@ impl Shared {
             "another opener has this generation; open again",
         )
         .in_file(name))
+    }
+}
+
+/// Says whether nobody holds the file of an opener of this generation (D).
+pub(super) fn is_gone(dir: &dyn Dir, generation: u64) -> bool {
+    let name = FileName::Owner(generation).to_string();
+    match dir.lock_file(&name, Access::Read) {
+        // Shared, so that two who ask do not take each other for the owner.
+        Ok(lock) => {
+            let is_free = lock.try_lock(LockMode::Shared).unwrap_or(false);
+            // At once, whoever has this opening of the file: a forked child may.
+            lock.unlock().unwrap_or_default();
+            is_free
+        }
+        Err(error) => error.kind() == std::io::ErrorKind::NotFound,
     }
 }
 

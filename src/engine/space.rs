@@ -120,10 +120,10 @@ impl Engine {
     ) -> Result<Space> {
         check_namespace(name)?;
         options.validate(kind, self.options.segment_bytes)?;
-        let _one_at_a_time = self.maintenance()?;
+        let _one_at_a_time = self.nothing_moves()?;
         let known = {
             let core = self.core();
-            self.check_writable(&core)?;
+            self.check_usable(&core)?;
             core.namespaces
                 .iter()
                 .find(|(_, n)| n.name == name)
@@ -137,6 +137,11 @@ impl Engine {
                      declared once",
                     found.name(),
                     kind.name()
+                )));
+            }
+            None if self.reader.is_some() => {
+                return Err(Error::invalid(format!(
+                    "unknown namespace, and none is made by who only reads: name={name}"
                 )));
             }
             None => self.create_space(name, kind)?,

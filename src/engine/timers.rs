@@ -208,7 +208,7 @@ impl Engine {
 
     /// Nothing rings here for what another process does.
     fn look_again_by(&self, until_ms: u64) -> u64 {
-        if self.shared.is_none() {
+        if self.is_alone() {
             return until_ms;
         }
         until_ms.min(self.now().boot_ms.saturating_add(SHARED_POLL_MS))

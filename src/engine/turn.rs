@@ -5,6 +5,7 @@ use std::ops::{Deref, DerefMut};
 
 use super::Engine;
 use super::core::Core;
+use super::reader::{Reader, Reading};
 use super::shared::{Flush, Held, Shared};
 use crate::error::{Error, Result};
 use crate::format::shared::Cell;
@@ -20,6 +21,8 @@ use crate::vfs::Access;
 pub(crate) struct Turn<'a> {
     core: MutexGuard<'a, Core>,
     shared: Option<SharedTurn<'a>>,
+    /// Of a reader: no other thread follows meanwhile.
+    _reading: Option<Reading<'a>>,
 }
 
 /// What is let go behind the append lock.
@@ -88,19 +91,31 @@ impl Engine {
     /// log comes to.
     #[inline]
     pub(crate) fn turn(&self) -> Result<Turn<'_>> {
-        match &self.shared {
-            None => Ok(Turn {
+        match (&self.shared, &self.reader) {
+            (None, None) => Ok(Turn {
                 core: self.core(),
                 shared: None,
+                _reading: None,
             }),
-            Some(shared) => self.shared_turn(shared, shared.end_ms(self.clock())),
+            (Some(shared), _) => self.shared_turn(shared, shared.end_ms(self.clock())),
+            (None, Some(reader)) => self.reading_turn(reader),
         }
+    }
+
+    #[cold]
+    fn reading_turn<'a>(&'a self, reader: &'a Reader) -> Result<Turn<'a>> {
+        let reading = self.follow_told(reader)?;
+        Ok(Turn {
+            core: self.core(),
+            shared: None,
+            _reading: Some(reading),
+        })
     }
 
     /// Makes sure that everything is known that was appended before this call.
     #[inline]
     pub(crate) fn refresh(&self) -> Result<()> {
-        if self.shared.is_some() {
+        if !self.is_alone() {
             drop(self.turn()?);
         }
         Ok(())
@@ -136,6 +151,7 @@ impl Engine {
                 told: (cells.end, cells.stamp),
                 _gate: gate,
             }),
+            _reading: None,
         })
     }
 

@@ -312,10 +312,14 @@ impl Engine {
 
     /// Returns the owner of a claim if that is another opener who is alive.
     pub(crate) fn alive_owner(&self, entry: &Entry) -> Option<u64> {
-        let shared = self.shared.as_ref()?;
+        let is_alive = |owner| match (&self.shared, &self.reader) {
+            (Some(shared), _) => shared.is_alive(owner),
+            (_, Some(reader)) => reader.is_alive(owner),
+            _ => false,
+        };
         let owner = entry.state.owner;
         let asks = entry.is_pending() && owner != self.generation;
-        (asks && shared.is_alive(owner)).then_some(owner)
+        (asks && is_alive(owner)).then_some(owner)
     }
 
     fn check_unsettled<T>(&self, core: &Core, hit: Option<&Hit<T>>) -> Result<()> {

@@ -36,6 +36,8 @@ pub(crate) enum FileName {
     Shared,
     /// A lock among the processes of a shared store; never unlinked.
     Gate(GateName),
+    /// Held by every process that shares the store for writing; never unlinked.
+    Members,
     /// Locked by the opener of this generation for as long as it lives.
     Owner(u64),
 }
@@ -103,6 +105,7 @@ impl fmt::Display for FileName {
             FileName::Hint(id) => write!(f, "hint-{id:012}"),
             FileName::Shared => f.write_str("SHARED"),
             FileName::Gate(name) => write!(f, "LOCK.{}", name.as_str()),
+            FileName::Members => f.write_str("LOCK.members"),
             FileName::Owner(generation) => write!(f, "owner-{generation:014}"),
         }
     }
@@ -118,6 +121,7 @@ impl FileName {
             "RESERVE" => FileName::Reserve,
             "REPAIRING" => FileName::Repairing,
             "SHARED" => FileName::Shared,
+            "LOCK.members" => FileName::Members,
             _ => parse_numbered(name)?,
         };
         // Only the one way to write a name counts: `seg-7.log` is not ours.
@@ -210,6 +214,7 @@ mod tests {
             FileName::Shared,
             FileName::Gate(GateName::Turn),
             FileName::Gate(GateName::Flush),
+            FileName::Members,
             FileName::Owner(1_700_000_000_000),
         ];
         for name in names {

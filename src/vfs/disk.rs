@@ -187,12 +187,13 @@ impl DiskDir {
         })
     }
 
-    /// Opens the lock's file, making it if `create` and missing.
-    fn open_lock(&self, name: &str, create: bool) -> io::Result<fs::File> {
+    /// Opens the lock's file, making it for `Create` if it is missing.
+    fn open_lock(&self, name: &str, access: Access) -> io::Result<fs::File> {
+        if access != Access::Create {
+            return self.open_file(name, access);
+        }
         match self.open_file(name, Access::Write) {
-            Err(error) if create && error.kind() == io::ErrorKind::NotFound => {
-                self.open_file(name, Access::Create)
-            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => self.open_file(name, access),
             other => other,
         }
     }
@@ -246,8 +247,13 @@ impl Dir for DiskDir {
     }
 
     fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt> {
+        let access = if create {
+            Access::Create
+        } else {
+            Access::Write
+        };
         for _ in 0..LOCK_TRIES_MAX {
-            let file = match self.open_lock(name, create) {
+            let file = match self.open_lock(name, access) {
                 // Somebody else made it between our two attempts.
                 Err(error) if create && error.kind() == io::ErrorKind::AlreadyExists => continue,
                 other => other?,
@@ -271,11 +277,11 @@ impl Dir for DiskDir {
         Err(io::Error::other("lock file keeps being replaced"))
     }
 
-    fn lock_file(&self, name: &str, create: bool) -> io::Result<Arc<dyn LockFile>> {
+    fn lock_file(&self, name: &str, access: Access) -> io::Result<Arc<dyn LockFile>> {
         for _ in 0..LOCK_TRIES_MAX {
-            match self.open_lock(name, create) {
+            match self.open_lock(name, access) {
                 // Somebody else made it between our two attempts.
-                Err(error) if create && error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 opened => {
                     return Ok(Arc::new(DiskLockFile {
                         file: opened?,
@@ -737,7 +743,7 @@ mod tests {
     fn a_lock_on_a_removed_file_does_not_count_as_the_lock() {
         let (_parent, _path, dir) = scratch();
         let _held = dir.lock("LOCK", true, "old").unwrap().unwrap();
-        let file = dir.open_lock("LOCK", false).unwrap();
+        let file = dir.open_lock("LOCK", Access::Write).unwrap();
         assert!(dir.is_named("LOCK", &file).unwrap());
         dir.unlink("LOCK").unwrap();
         assert!(!dir.is_named("LOCK", &file).unwrap());

@@ -84,14 +84,14 @@ pub trait Dir: Send + Sync + fmt::Debug {
     /// What the system says.
     fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt>;
 
-    /// Opens a file whose lock is taken again and again, making it if `create` and missing. Takes
-    /// nothing yet. The default is a directory that has no such files: no store in it can be open
-    /// in shared mode.
+    /// Opens a file whose lock is taken again and again, making it for `Create` if it is missing.
+    /// Takes nothing yet. The default is a directory that has no such files: no store in it can be
+    /// open in shared mode, or for reading only.
     ///
     /// # Errors
     /// `NotFound`, or what the system says.
-    fn lock_file(&self, name: &str, create: bool) -> io::Result<Arc<dyn LockFile>> {
-        let _ = (name, create);
+    fn lock_file(&self, name: &str, access: Access) -> io::Result<Arc<dyn LockFile>> {
+        let _ = (name, access);
         Err(io::ErrorKind::Unsupported.into())
     }
 }

@@ -305,12 +305,12 @@ struct SimDir {
 }
 
 impl SimDir {
-    fn open_lock(&self, name: &str, create: bool) -> io::Result<SimLock> {
+    fn open_lock(&self, name: &str, access: Access) -> io::Result<SimLock> {
         check_name(name)?;
         let mut state = self.state();
         state.alive()?;
         if !state.cached.contains_key(name) {
-            if !create {
+            if access != Access::Create {
                 return Err(Errno::NOENT.into());
             }
             state.create(name, 0)?;
@@ -394,7 +394,12 @@ impl Dir for SimDir {
     }
 
     fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt> {
-        let lock = self.open_lock(name, create)?;
+        let access = if create {
+            Access::Create
+        } else {
+            Access::Write
+        };
+        let lock = self.open_lock(name, access)?;
         let mut state = self.state();
         let tried = state
             .processes
@@ -407,8 +412,8 @@ impl Dir for SimDir {
         Ok(Ok(Box::new(lock)))
     }
 
-    fn lock_file(&self, name: &str, create: bool) -> io::Result<Arc<dyn LockFile>> {
-        Ok(Arc::new(self.open_lock(name, create)?))
+    fn lock_file(&self, name: &str, access: Access) -> io::Result<Arc<dyn LockFile>> {
+        Ok(Arc::new(self.open_lock(name, access)?))
     }
 }
 

@@ -484,12 +484,13 @@ fn on_a_read_only_mount(dir: &Path) {
     refused(&store, read_only, "");
     refused(&dir.join("other"), read_only, "other");
     assert!(idemlog::verify(&store).unwrap().is_ok());
+    is_whole(&settings().open_read_only(&store).unwrap());
     assert!(content(&store) == before);
     say("checked");
 }
 
 #[test]
-fn c63_a_read_only_mount_is_said_as_such_and_can_be_verified() {
+fn c63_a_read_only_mount_is_said_as_such_and_can_be_read() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("place");
     std::fs::create_dir(&place).unwrap();

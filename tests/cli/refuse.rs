@@ -13,7 +13,7 @@ use super::{Done, Place, RUN, done};
 
 /// Returns every file of a directory, with a hash of its bytes; of `LOCK`, which holds the newest
 /// opener's pid, only that it is there.
-fn snapshot(dir: &Path) -> Vec<(PathBuf, u64)> {
+pub(super) fn snapshot(dir: &Path) -> Vec<(PathBuf, u64)> {
     let mut files = Vec::new();
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();

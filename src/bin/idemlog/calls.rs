@@ -209,7 +209,7 @@ pub(crate) fn fail(common: &Common, options: &args::Fail) -> Result<u8, Stop> {
 
 pub(crate) fn get(common: &Common, options: &args::Get) -> Result<u8, Stop> {
     let key = options.key.as_bytes();
-    let state = with_key(common, |space| space.get(key))?;
+    let state = with_key(common, common.open_to_read()?, |space| space.get(key))?;
     let code = match &state {
         KeyState::Pending { .. } => Code::NotNow,
         KeyState::Failed { retry_after, .. } if !retry_after.is_zero() => Code::NotNow,
@@ -242,7 +242,10 @@ pub(crate) fn get(common: &Common, options: &args::Get) -> Result<u8, Stop> {
 
 pub(crate) fn forget(common: &Common, options: &args::Forget) -> Result<u8, Stop> {
     let key = options.key.as_bytes();
-    match with_key(common, |space| space.forget(key, options.force))? {
+    let forgotten = with_key(common, common.open(false)?, |space| {
+        space.forget(key, options.force)
+    });
+    match forgotten? {
         Change::Fenced { current } => Err(Stop::new(
             Code::of_fenced(&current),
             format!(
@@ -275,9 +278,9 @@ pub(crate) fn resolve(common: &Common, options: &args::Resolve) -> Result<u8, St
 /// Opens the namespace of a key, makes one call, and closes the store.
 fn with_key<T>(
     common: &Common,
+    store: DedupLog,
     call: impl FnOnce(&Space) -> idemlog::Result<T>,
 ) -> Result<T, Stop> {
-    let store = common.open(false)?;
     let name = common.namespace_or(NAMESPACE_DEFAULT);
     let space = Space::existing(&store, name, NamespaceOptions::new())?;
     let answer = call(&space)?;

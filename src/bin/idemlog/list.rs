@@ -21,7 +21,7 @@ fn list(
     common: &Common,
     call: impl FnOnce(&idemlog::DedupLog) -> Result<Vec<Unsettled>>,
 ) -> std::result::Result<u8, Stop> {
-    let store = common.open(false)?;
+    let store = common.open_to_read()?;
     let mut found = call(&store)?;
     store.close()?;
     if let Some(name) = &common.namespace {

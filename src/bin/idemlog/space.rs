@@ -20,18 +20,27 @@ impl Common {
     /// Opens the store; a missing one is created only if `create` says so.
     pub(crate) fn open(&self, create: bool) -> std::result::Result<DedupLog, Stop> {
         let path = self.store_path()?;
-        if !create && !path.exists() {
-            return Err(Stop::usage(format!(
-                "no store at {}; filter, run and claim create one",
-                path.display()
-            )));
+        if !create {
+            check_there(path)?;
         }
-        let options = Options::new()
-            .create(create)
+        Ok(self.options().create(create).open(path)?)
+    }
+
+    /// Opens the store for a command that writes nothing.
+    pub(crate) fn open_to_read(&self) -> std::result::Result<DedupLog, Stop> {
+        if self.exclusive {
+            return self.open(false);
+        }
+        let path = self.store_path()?;
+        check_there(path)?;
+        Ok(self.options().open_read_only(path)?)
+    }
+
+    fn options(&self) -> Options {
+        Options::new()
             .shared(!self.exclusive)
             .turn_timeout(self.lock_timeout)
-            .lock_timeout(self.lock_timeout);
-        Ok(options.open(path)?)
+            .lock_timeout(self.lock_timeout)
     }
 
     pub(crate) fn store_path(&self) -> std::result::Result<&Path, Stop> {
@@ -59,6 +68,16 @@ impl Common {
             _ => Ok(ticket.namespace()),
         }
     }
+}
+
+fn check_there(path: &Path) -> std::result::Result<(), Stop> {
+    if path.exists() {
+        return Ok(());
+    }
+    Err(Stop::usage(format!(
+        "no store at {}; filter, run and claim create one",
+        path.display()
+    )))
 }
 
 /// One open namespace.

@@ -12,7 +12,7 @@ use crate::exit::{Code, Stop};
 use crate::output::{print_line, show_duration};
 
 pub(crate) fn stats(common: &Common) -> Result<u8, Stop> {
-    let store = common.open(false)?;
+    let store = common.open_to_read()?;
     let mut namespaces = store.namespaces();
     namespaces.sort_by(|a, b| a.0.cmp(&b.0));
     let stats = store.stats();
