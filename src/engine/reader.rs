@@ -360,22 +360,25 @@ impl Reader {
         clock: &dyn Clock,
         mut look: impl FnMut() -> Result<Option<T>>,
     ) -> Result<T> {
-        let deadline = clock.read().boot_ms.saturating_add(to_ms(self.wait));
+        let wait_ms = to_ms(self.wait);
+        let deadline = clock.read().boot_ms.saturating_add(wait_ms);
+        let mut pauses_count = 0;
         loop {
             if let Some(out) = look()? {
                 return Ok(out);
             }
-            if clock.read().boot_ms >= deadline {
+            // Also where the clock moves by hand.
+            if clock.read().boot_ms >= deadline || pauses_count >= wait_ms {
                 return Err(Error::new(
                     ErrorKind::Locked,
                     format!(
                         "another process is recovering the store, or was stopped in the middle of \
-                         telling: waited_ms={}; try again",
-                        to_ms(self.wait)
+                         telling: waited_ms={wait_ms}; try again"
                     ),
                 ));
             }
             std::thread::park_timeout(PAUSE);
+            pauses_count += 1;
         }
     }
 
