@@ -98,7 +98,7 @@ pub use verdict::{
 #[cfg(feature = "testing")]
 pub mod testing {
     pub use crate::clock::{Clock, ManualClock, Moved, Reading, SystemClock};
-    pub use crate::vfs::{Access, Dir, File, Lock, LockAttempt, Map, sim};
+    pub use crate::vfs::{Access, Dir, File, Lock, LockAttempt, LockFile, LockMode, Map, sim};
 
     /// Bodies of the fuzz targets.
     pub mod fuzz {

@@ -227,6 +227,7 @@ impl Engine {
 
     /// Makes everything answered so far durable.
     pub(crate) fn sync_all(&self) -> Result<()> {
+        self.check_home()?;
         let (end, failures) = {
             let core = self.turn()?;
             self.check_writable(&core)?;

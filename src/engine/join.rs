@@ -8,6 +8,9 @@
 //! B. Behind the end of the log there are zeros: no file is used again while a store is shared, and
 //!    the first one clears those that were.
 //! C. A generation is reserved durably, and its owner's file locked, before its first claim.
+//! D. SHARED is there only while the store is shared: whoever is alone with LOCK removes it before
+//!    it changes anything else, and the first one makes it when the others may come in. Whoever
+//!    shares LOCK with nobody, because those it has met are gone, finds none and asks again.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
@@ -15,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::Engine;
-use super::catalog::{Catalog, read_manifest};
+use super::catalog::{Catalog, read_manifest, remove_if_there};
 use super::core::{Core, Frozen, Tally, View, to_seconds};
 use super::follow::{TRIES_MAX, listed_view};
 use super::namespace::to_ms;
@@ -117,15 +120,28 @@ pub(super) fn open_shared(
                 // Somebody else has come in while the lock was handed on.
                 Ok(None) => {}
                 opened => {
-                    let_go_of_error(&member, &opened);
+                    if opened.is_err() {
+                        member.unlock().unwrap_or_default();
+                    }
                     return opened.and_then(|engine| engine.ok_or_else(|| replaced(shown)));
                 }
             }
         } else if locked(LockMode::Shared)? {
-            let joined =
-                check_place(&member, shown).and_then(|()| join(&dir, &member, in_place, options));
-            let_go_of_error(&member, &joined);
-            return joined.map(Arc::new);
+            let join = || {
+                check_place(&member, shown)?;
+                if !is_shared(dir.as_ref())? {
+                    return Ok(None);
+                }
+                join(&dir, &member, in_place, options.clone()).map(Some)
+            };
+            let joined = join();
+            if !matches!(joined, Ok(Some(_))) {
+                member.unlock().unwrap_or_default();
+            }
+            // Who was in the way may be gone since (D).
+            if let Some(engine) = joined? {
+                return Ok(Arc::new(engine));
+            }
         }
         if options.clock.read().boot_ms >= deadline {
             return Err(not_shared(dir.as_ref(), shown));
@@ -154,10 +170,21 @@ fn not_shared(dir: &dyn Dir, shown: &str) -> Error {
     .in_file(shown)
 }
 
-fn let_go_of_error<T>(member: &Arc<dyn LockFile>, opened: &Result<T>) {
-    if opened.is_err() {
-        member.unlock().unwrap_or_default();
+/// Says whether anybody shares the store (D). Asked with LOCK shared: that does not change then.
+fn is_shared(dir: &dyn Dir) -> Result<bool> {
+    let name = FileName::Shared.to_string();
+    match dir.open(&name, Access::Read) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(Error::io("opening a shared store failed", error).in_file(name)),
     }
+}
+
+/// Takes away what former ones have told each other (D); whoever calls this is alone.
+pub(super) fn end_sharing(dir: &dyn Dir) -> Result<()> {
+    let name = FileName::Shared.to_string();
+    remove_if_there(dir, &name)
+        .map_err(|e| Error::io("removing what processes shared failed", e).in_file(name))
 }
 
 /// Refuses a directory, or a lock's file, that another one has taken the place of.
@@ -381,7 +408,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends this opener; the last one ends the store.
+    /// Ends this opener; the last one ends the store. Never in a forked child: it has the parent's
+    /// locks in its hands.
     pub(super) fn close_shared(&self, shared: &Shared) -> Result<()> {
         let synced = match self.poison.error() {
             Some(error) => Err(error),
@@ -395,8 +423,15 @@ impl Engine {
             }
             core.closed = true;
         }
+        let is_last = shared.is_last();
+        let ended = match is_last {
+            // Also behind a failure: whoever comes next begins anew.
+            Ok(true) => end_sharing(self.dir.as_ref()),
+            _ => Ok(()),
+        };
         synced?;
-        if !self.home.is_at_home() || !shared.is_last()? {
+        ended?;
+        if !is_last? {
             return Ok(());
         }
         self.follow(&shared.read()?)?;
@@ -462,7 +497,7 @@ impl Engine {
         let left: Vec<FileName> = parsed().filter(is_left).collect();
         let owners = dead.into_iter().map(FileName::Owner);
         for name in left.into_iter().chain(owners).map(|name| name.to_string()) {
-            super::catalog::remove_if_there(self.dir.as_ref(), &name)
+            remove_if_there(self.dir.as_ref(), &name)
                 .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
         }
         Ok(())
