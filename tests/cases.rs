@@ -5,12 +5,11 @@
 //! and a key that was never recorded and is answered as a duplicate.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use idemlog::testing::sim::{Op, SimDisk};
-use idemlog::testing::{Access, Dir, File, LockAttempt, ManualClock, Map};
+use idemlog::testing::ManualClock;
+use idemlog::testing::sim::SimDisk;
 use idemlog::{
     Claim, ClaimVerdict, DedupLog, EffectClass, Filter, KeyState, NamespaceOptions, Options,
     Retention, ZeroFill,
@@ -172,118 +171,4 @@ fn remove_index(disk: &SimDisk) -> usize {
 fn segments(disk: &SimDisk) -> Vec<String> {
     let names = disk.file_names().into_iter();
     names.filter(|name| name.starts_with("seg-")).collect()
-}
-
-/// Asked before each call that changes a directory; an error is given in place of the call.
-type Hook = Arc<dyn Fn(Op, &str) -> io::Result<()> + Send + Sync>;
-
-/// A directory with a hook, for errors that a simulated disk does not know, and for delays.
-struct Rigged {
-    inner: Arc<dyn Dir>,
-    hook: Hook,
-}
-
-fn rigged(
-    inner: Arc<dyn Dir>,
-    hook: impl Fn(Op, &str) -> io::Result<()> + Send + Sync + 'static,
-) -> Arc<dyn Dir> {
-    Arc::new(Rigged {
-        inner,
-        hook: Arc::new(hook),
-    })
-}
-
-impl std::fmt::Debug for Rigged {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.inner.fmt(f)
-    }
-}
-
-impl Dir for Rigged {
-    fn open(&self, name: &str, access: Access) -> io::Result<Arc<dyn File>> {
-        if access == Access::Create {
-            (self.hook)(Op::Create, name)?;
-        }
-        Ok(Arc::new(RiggedFile {
-            inner: self.inner.open(name, access)?,
-            name: name.to_owned(),
-            hook: Arc::clone(&self.hook),
-        }))
-    }
-
-    fn rename(&self, from: &str, to: &str) -> io::Result<()> {
-        (self.hook)(Op::Rename, from)?;
-        self.inner.rename(from, to)
-    }
-
-    fn unlink(&self, name: &str) -> io::Result<()> {
-        // A missing file is missing for everybody.
-        if self.inner.list()?.iter().any(|found| found == name) {
-            (self.hook)(Op::Unlink, name)?;
-        }
-        self.inner.unlink(name)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        (self.hook)(Op::DirSync, "")?;
-        self.inner.sync()
-    }
-
-    fn list(&self) -> io::Result<Vec<String>> {
-        self.inner.list()
-    }
-
-    fn lock(&self, name: &str, create: bool, note: &str) -> io::Result<LockAttempt> {
-        self.inner.lock(name, create, note)
-    }
-}
-
-struct RiggedFile {
-    inner: Arc<dyn File>,
-    name: String,
-    hook: Hook,
-}
-
-impl std::fmt::Debug for RiggedFile {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.inner.fmt(f)
-    }
-}
-
-impl File for RiggedFile {
-    fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.inner.read_at(buf, offset)
-    }
-
-    fn write_at(&self, buf: &[u8], offset: u64) -> io::Result<()> {
-        (self.hook)(Op::Write, &self.name)?;
-        self.inner.write_at(buf, offset)
-    }
-
-    fn set_len(&self, bytes: u64) -> io::Result<()> {
-        (self.hook)(Op::SetLen, &self.name)?;
-        self.inner.set_len(bytes)
-    }
-
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
-        (self.hook)(Op::Allocate, &self.name)?;
-        self.inner.allocate(bytes)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        (self.hook)(Op::Sync, &self.name)?;
-        self.inner.sync()
-    }
-
-    fn holds(&self, bytes: &[u8], offset: u64) -> io::Result<Option<bool>> {
-        self.inner.holds(bytes, offset)
-    }
-
-    fn size(&self) -> io::Result<u64> {
-        self.inner.size()
-    }
-
-    fn map(&self) -> io::Result<Map> {
-        self.inner.map()
-    }
 }

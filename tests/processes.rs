@@ -16,6 +16,14 @@ use idemlog::{
     Observed, Options, Outcome, Repeatable, RunVerdict, Submitted,
 };
 
+#[cfg(target_os = "linux")]
+mod fork;
+#[cfg(target_os = "linux")]
+mod gates;
+mod joins;
+mod race;
+mod waits;
+
 const TASK: &str = "IDEMLOG_TEST_PROCESSES_TASK";
 const THREADS: u64 = 4;
 
@@ -60,6 +68,22 @@ fn child() {
         "busy" => busy(dir),
         "commit" => commit(dir, number),
         "tell" => tell(dir),
+        "crowd" => race::crowd(dir, number),
+        "hold" => waits::hold(dir),
+        "roll" => joins::roll(dir),
+        "come" => joins::come_and_go(dir, number),
+        #[cfg(target_os = "linux")]
+        "work" => gates::work(dir),
+        #[cfg(target_os = "linux")]
+        "flush" => gates::flush(dir),
+        #[cfg(target_os = "linux")]
+        "look" => gates::look(dir, number),
+        #[cfg(target_os = "linux")]
+        "fork" => fork::fork_and_go_on(dir),
+        #[cfg(target_os = "linux")]
+        "turn" => fork::fork_in_turn(dir),
+        #[cfg(target_os = "linux")]
+        "outlived" => fork::be_outlived(dir),
         _ => panic!("{task}"),
     }
 }
@@ -253,11 +277,9 @@ fn many_processes_race_for_the_same_keys_and_some_are_killed() {
     // All of it is there for who comes alone.
     let log = Options::new().open(dir.path().join("store")).unwrap();
     let filter = log.filter("f", small()).unwrap();
-    for n in 0..keys {
-        assert_eq!(
-            filter.observe(format!("key-{n}")).unwrap(),
-            Observed::Duplicate
-        );
+    let all: Vec<String> = (0..keys).map(|n| format!("key-{n}")).collect();
+    for observed in filter.observe_many(&all).unwrap() {
+        assert_eq!(observed.unwrap(), Observed::Duplicate);
     }
 }
 

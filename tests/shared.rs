@@ -16,6 +16,11 @@ use idemlog::{
     OpenMode, Options, Outbox, Repeatable, Retention, RunVerdict, Submitted,
 };
 
+mod closing;
+mod flush;
+mod gates;
+mod joins;
+
 fn clock() -> Arc<ManualClock> {
     Arc::new(ManualClock::new(1_700_000_000_000))
 }

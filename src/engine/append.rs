@@ -231,12 +231,14 @@ impl Engine {
 
     /// Makes everything answered so far durable.
     pub(crate) fn sync_all(&self) -> Result<()> {
+        self.check_home()?;
+        let end_ms = self.gate_end_ms();
         let (end, failures) = {
-            let core = self.turn()?;
+            let core = self.turn_until(end_ms)?;
             self.check_writable(&core)?;
             (core.writer.end(), FailureCount::new(core.failures))
         };
-        self.ensure_durable(end, failures)
+        self.waited(self.syncer.wait(end, failures, || self.lead(end, end_ms)))
     }
 }
 

@@ -298,9 +298,6 @@ impl Engine {
         synced?;
         // Whatever was appended between the flush and the mark above is not durable: not clean.
         let clean = self.syncer.durable() == end;
-        if !self.home.is_at_home() {
-            return Ok(());
-        }
         if clean {
             self.write_hint();
         }

@@ -140,6 +140,7 @@ impl Engine {
         decide: impl FnMut(usize, Option<&Entry>, &Env) -> Step<R>,
         retention: impl Fn(usize) -> Retention,
     ) -> Result<ManyBasis> {
+        self.check_home()?;
         let mut items: Vec<Item<'_, Decided<R>>> = batch
             .keys
             .iter()

@@ -106,6 +106,7 @@ impl Filter {
     ) -> Result<(Observed, Basis)> {
         check_key(key)?;
         let engine = &self.handle.engine;
+        engine.check_home()?;
         let wanted = engine.wanted_in(&self.space, key);
         let mut in_file = false;
         loop {
@@ -178,6 +179,7 @@ impl Filter {
         options: &ObserveOptions,
     ) -> Result<ManyObserved> {
         let engine = &self.handle.engine;
+        engine.check_home()?;
         let mut items: Vec<Item<'_, Observed>> = keys
             .iter()
             .map(|key| Item::new(engine, &self.space, key.as_ref()))

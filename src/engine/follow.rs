@@ -312,6 +312,8 @@ impl Engine {
 
     /// Continues in the next segment, as whoever has rolled did.
     pub(super) fn follow_roll(&self, core: &mut Core, seal: &Seal) -> Result<()> {
+        // Behind a seal nothing is appended, whatever fails here.
+        core.is_behind = true;
         let active = core.writer.segment.id;
         if core.next.front().is_none_or(|next| next.id <= active) {
             let manifest = self.read_listed()?;
@@ -344,6 +346,7 @@ impl Engine {
             // Without a map the segment is read by calls until it is sealed.
             frozen.segment.freeze().map(|_| ()).unwrap_or_default();
         }
+        core.is_behind = false;
         Ok(())
     }
 
@@ -368,7 +371,8 @@ impl Engine {
             let piece = self.read_piece(core, &bytes, at);
             check_known(&segment, &piece)?;
             if piece.end > at {
-                let is_all = told == Position::new(segment.id, piece.end)
+                let is_all = piece.torn == piece.end
+                    && told == Position::new(segment.id, piece.end)
                     && is_untouched(bytes.get(to_usize(piece.torn - at)..).unwrap_or_default());
                 return Ok(match self.take_in_piece(core, &bytes, piece)? {
                     Read::Frames if is_all => Read::Nothing,

@@ -38,6 +38,8 @@ impl fmt::Debug for Handle {
 
 impl Handle {
     fn close(&self) -> Result<()> {
+        // A forked child has no threads to wait for, and closes nothing of its parent's.
+        self.engine.check_home()?;
         let closed = self.engine.close();
         self.engine.background.stop();
         let timer = self.engine.timers.stop();
@@ -45,10 +47,6 @@ impl Handle {
         // told so.
         self.engine.waits.ring_all();
         self.engine.syncer.ring_tasks();
-        if !self.engine.home.is_at_home() {
-            // The threads are the parent's; a forked child has none to wait for.
-            return closed;
-        }
         let threads =
             std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for thread in threads.into_iter().chain(timer) {

@@ -8,6 +8,9 @@
 //! B. Behind the end of the log there are zeros: no file is used again while a store is shared, and
 //!    the first one clears those that were.
 //! C. A generation is reserved durably, and its owner's file locked, before its first claim.
+//! D. Whoever is a member and finds no owner alive, because those it has met are gone, joins nobody
+//!    and asks again: SHARED is of former ones then. Whoever is alone removes it before it changes
+//!    anything else, and the first one makes it anew when the others may come in.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
@@ -15,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use super::Engine;
-use super::catalog::{Catalog, read_manifest};
+use super::catalog::{Catalog, read_manifest, remove_if_there};
 use super::core::{Core, Frozen, Tally, View, to_seconds};
 use super::follow::{TRIES_MAX, listed_view};
 use super::namespace::to_ms;
@@ -25,7 +28,7 @@ use super::recovery::{
     Base, Full, Gathered, assemble, footer_records, places, replay_segment, replay_unsealed,
 };
 use super::settle::read_image;
-use super::shared::Shared;
+use super::shared::{Shared, is_gone};
 use crate::clock::TrustedTime;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::Manifest;
@@ -145,7 +148,11 @@ pub(super) fn open_shared(
             tried => break tried,
         }
     };
-    let opened = tried.and_then(|opened| opened.ok_or_else(|| not_shared(dir.as_ref(), shown)));
+    let in_the_way = || match locks.lock.try_lock(LockMode::Shared) {
+        Ok(true) => not_settled(shown),
+        _ => not_shared(dir.as_ref(), shown),
+    };
+    let opened = tried.and_then(|opened| opened.ok_or_else(in_the_way));
     if opened.is_err() {
         locks.unlock();
     }
@@ -172,6 +179,11 @@ fn try_open(
         return Ok(None);
     }
     check_place(locks, shown)?;
+    if !is_shared(dir.as_ref())? {
+        // Who was in the way is gone since (D).
+        locks.member.unlock().unwrap_or_default();
+        return Ok(None);
+    }
     join(dir, locks, in_place, options.clone()).map(|engine| Some(Arc::new(engine)))
 }
 
@@ -193,6 +205,39 @@ pub(super) fn not_shared(dir: &dyn Dir, shown: &str) -> Error {
         ),
     )
     .in_file(shown)
+}
+
+fn not_settled(shown: &str) -> Error {
+    let what = "another process is recovering the store, or reading it while nobody writes, and \
+                does not come to an end; continue or end it, and try again";
+    Error::new(ErrorKind::Locked, what).in_file(shown)
+}
+
+/// Says whether anybody shares the store (D): somebody is alive who has found it recovered. Asked
+/// as a member, so nobody recovers it meanwhile.
+fn is_shared(dir: &dyn Dir) -> Result<bool> {
+    let failed = |e| Error::io("listing the directory failed", e);
+    let names = dir.list().map_err(failed)?;
+    let is_owned = |name: &String| match FileName::parse(name) {
+        Some(FileName::Owner(generation)) => !is_gone(dir, generation),
+        _ => false,
+    };
+    if !names.iter().any(is_owned) {
+        return Ok(false);
+    }
+    let name = FileName::Shared.to_string();
+    match dir.open(&name, Access::Read) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(Error::io("opening a shared store failed", error).in_file(name)),
+    }
+}
+
+/// Takes away what former ones have told each other (D); whoever calls this is alone.
+pub(super) fn end_sharing(dir: &dyn Dir) -> Result<()> {
+    let name = FileName::Shared.to_string();
+    remove_if_there(dir, &name)
+        .map_err(|e| Error::io("removing what processes shared failed", e).in_file(name))
 }
 
 /// Refuses a directory, or a lock's file, that another one has taken the place of.
@@ -259,6 +304,7 @@ fn admit_others(engine: Arc<Engine>, locks: &Locks) -> Result<Option<Arc<Engine>
     };
     let edit = own.catalog().manifest().edit;
     let cells = SharedCells {
+        epoch: own.generation,
         end,
         end_edit: edit,
         edit,
@@ -414,7 +460,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends this opener; the last one ends the store.
+    /// Ends this opener; the last one ends the store. Never in a forked child: it has the parent's
+    /// locks in its hands.
     pub(super) fn close_shared(&self, shared: &Shared) -> Result<()> {
         let synced = match self.poison.error() {
             Some(error) => Err(error),
@@ -429,7 +476,7 @@ impl Engine {
             core.closed = true;
         }
         synced?;
-        if !self.home.is_at_home() || !shared.is_last()? {
+        if !shared.is_last()? {
             return Ok(());
         }
         self.follow(&shared.read()?)?;
@@ -495,7 +542,7 @@ impl Engine {
         let left: Vec<FileName> = parsed().filter(is_left).collect();
         let owners = dead.into_iter().map(FileName::Owner);
         for name in left.into_iter().chain(owners).map(|name| name.to_string()) {
-            super::catalog::remove_if_there(self.dir.as_ref(), &name)
+            remove_if_there(self.dir.as_ref(), &name)
                 .map_err(|e| Error::io("removing a left-over file failed", e).in_file(name))?;
         }
         Ok(())

@@ -13,6 +13,7 @@ impl Engine {
     /// Lists pending keys, or keys in doubt. Keys change while the list is made: each entry was
     /// true when it was read.
     pub(crate) fn list_unsettled(&self, in_doubt: bool) -> Result<Vec<Unsettled>> {
+        self.check_home()?;
         let entries: Vec<(u64, UnsettledEntry, Option<KnownNamespace>)> = {
             let core = self.turn()?;
             super::check_open(&core)?;

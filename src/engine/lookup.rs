@@ -240,6 +240,7 @@ impl Engine {
         wanted: Wanted<'_>,
         extract: impl Fn(&Record<'_>) -> T,
     ) -> Result<Located<T>> {
+        self.check_home()?;
         let mut located = {
             let core = self.core();
             let (mut located, in_file) = self.locate_active(&core, wanted, &extract)?;

@@ -170,6 +170,7 @@ impl Engine {
     /// Takes the upkeep, among threads and among processes; whoever has it knows what the others
     /// have done.
     fn maintenance(&self) -> Result<prepare::Maintaining<'_>> {
+        self.check_home()?;
         self.check_writer()?;
         let end_ms = self.gate_end_ms();
         let upkeep = self.upkeep();
@@ -296,6 +297,9 @@ impl Engine {
 
     /// Wakes those to whom that is owed, with no lock held.
     pub(crate) fn pay_waiters(&self) {
+        if !self.home.is_at_home() {
+            return;
+        }
         self.waits.pay();
         self.syncer.ring_owed();
     }
@@ -346,9 +350,14 @@ impl Engine {
 
     /// Lets other openers in, if the store is closed and no guard is alive.
     pub(crate) fn unlock_if_over(&self) {
+        if !self.home.is_at_home() {
+            return;
+        }
         // Acquire pairs with the Release of a guard's end: what it wrote is in the file.
         let over = self.guards_count.load(Ordering::Acquire) == 0 && self.core().closed;
         if over {
+            // Another thread may be closing still: it writes the end of the log with this held.
+            let _nobody_closes = self.upkeep();
             drop(
                 self.lock
                     .lock()
@@ -402,7 +411,9 @@ impl Engine {
         self.shared.is_none() && self.reader.is_none()
     }
 
-    /// Refuses a child of the process that opened the store.
+    /// Refuses a child of the process that opened the store. Asked before any lock is taken: one
+    /// that another thread held at the fork is held for ever in the child.
+    #[inline]
     fn check_home(&self) -> Result<()> {
         if self.home.is_at_home() {
             return Ok(());

@@ -14,6 +14,7 @@
 //!    and everything was read.
 
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -174,6 +175,8 @@ struct Seen {
     reach: Reach,
     durable: Position,
     poison: Option<String>,
+    /// Whose SHARED this was; 0 while nobody wrote.
+    epoch: u64,
 }
 
 /// What SHARED said when everything was read while nobody could write: as long as it says that,
@@ -190,6 +193,8 @@ pub(crate) struct Reader {
     /// How long a call waits for one who is recovering the store.
     wait: Duration,
     settled: Mutex<Settled>,
+    /// Whose SHARED was read last; changed with `settled` held.
+    epoch: AtomicU64,
 }
 
 impl Reader {
@@ -255,7 +260,23 @@ impl Reader {
         read: &mut impl FnMut(&Manifest, &Seen) -> Result<T>,
     ) -> Result<Option<T>> {
         match self.look()? {
-            Some(Presence::Written) => self.try_read_written(settled, read),
+            Some(Presence::Written) => {
+                let before = self.shared_bytes()?;
+                let edit = self.read_listed()?.edit;
+                let done = self.try_read_written(settled, read);
+                // A file that was listed may be gone by now, and who wrote, too: somebody may be
+                // recovering what was read.
+                let is_same = || -> Result<bool> {
+                    Ok(matches!(self.look()?, Some(Presence::Written))
+                        && self.shared_bytes()? == before
+                        && self.read_listed()?.edit == edit)
+                };
+                match done {
+                    Err(error) if is_same()? => Err(error),
+                    Err(_) => Ok(None),
+                    done => done,
+                }
+            }
             Some(Presence::Still(held)) => self.try_read_still(settled, held.as_ref(), read),
             None => Ok(None),
         }
@@ -268,7 +289,12 @@ impl Reader {
         read: &mut impl FnMut(&Manifest, &Seen) -> Result<T>,
     ) -> Result<Option<T>> {
         let manifest = self.read_listed()?;
-        let cells = SharedCells::decode(&self.shared_bytes()?, &self.store).map_err(|why| {
+        let bytes = self.shared_bytes()?;
+        if bytes.is_empty() {
+            // The last one is closing.
+            return Ok(None);
+        }
+        let cells = SharedCells::decode(&bytes, &self.store).map_err(|why| {
             let what = format!("{}; use the version that writes the store", why.0);
             Error::new(ErrorKind::Incompatible, what).in_file(FileName::Shared.to_string())
         })?;
@@ -280,16 +306,11 @@ impl Reader {
             reach: Reach::Told(Position::from_u64(cells.end)),
             durable: Position::from_u64(cells.durable),
             poison: cells.poison,
+            epoch: cells.epoch,
         };
-        match read(&manifest, &seen) {
-            // A file that was listed may be gone by now.
-            Err(_) if self.read_listed()?.edit != manifest.edit => Ok(None),
-            Err(error) => Err(error),
-            Ok(out) => {
-                *settled = None;
-                Ok(Some(out))
-            }
-        }
+        let out = read(&manifest, &seen)?;
+        *settled = None;
+        Ok(Some(out))
     }
 
     /// The same while nobody writes.
@@ -305,6 +326,7 @@ impl Reader {
             reach: Reach::Still,
             durable: Position::START,
             poison: None,
+            epoch: 0,
         };
         let checked = self.check_finished(&manifest);
         let out = checked.and_then(|()| read(&manifest, &seen));
@@ -343,25 +365,32 @@ impl Reader {
     fn read<T>(
         &self,
         clock: &dyn Clock,
+        deadline: u64,
         settled: &mut Settled,
         mut read: impl FnMut(&Manifest, &Seen) -> Result<T>,
     ) -> Result<T> {
         let read = || self.try_read(settled, &mut read);
-        self.until_there(clock, read)
+        self.until_there(clock, deadline, read)
     }
 
     /// Waits until nobody is recovering the store.
     fn wait_settled(&self, clock: &dyn Clock) -> Result<()> {
-        self.until_there(clock, || Ok(self.look()?.map(|_| ())))
+        let deadline = self.deadline(clock);
+        self.until_there(clock, deadline, || Ok(self.look()?.map(|_| ())))
+    }
+
+    /// Returns until when a call that begins now may wait, on the boot clock.
+    fn deadline(&self, clock: &dyn Clock) -> u64 {
+        clock.read().boot_ms.saturating_add(to_ms(self.wait))
     }
 
     fn until_there<T>(
         &self,
         clock: &dyn Clock,
+        deadline: u64,
         mut look: impl FnMut() -> Result<Option<T>>,
     ) -> Result<T> {
         let wait_ms = to_ms(self.wait);
-        let deadline = clock.read().boot_ms.saturating_add(wait_ms);
         let mut pauses_count = 0;
         loop {
             if let Some(out) = look()? {
@@ -411,10 +440,13 @@ pub(super) fn open_reader(dir: Arc<dyn Dir>, shown: &str, options: Options) -> R
             options.lock_timeout
         },
         settled: Mutex::default(),
+        epoch: AtomicU64::new(0),
         dir: Arc::clone(&dir),
     };
     reader.store = reader.read_listed()?.store;
-    let mut engine = reader.read(clock.as_ref(), &mut settled, |manifest, seen| {
+    let deadline = reader.deadline(clock.as_ref());
+    let mut engine = reader.read(clock.as_ref(), deadline, &mut settled, |manifest, seen| {
+        reader.epoch.store(seen.epoch, Ordering::Relaxed);
         read_engine(&dir, &options, manifest, seen)
     })?;
     reader.wait = options.turn_timeout;
@@ -512,21 +544,34 @@ impl Engine {
     #[cold]
     pub(super) fn follow_told<'a>(&self, reader: &'a Reader) -> Result<Reading<'a>> {
         self.check_home()?;
+        // Threads that wait for each other here wait no longer for that.
+        let deadline = reader.deadline(self.clock());
         let lock = reader.settled.lock();
         let mut settled = lock.unwrap_or_else(PoisonError::into_inner);
-        if self.core().closed {
+        // What was told before a fault stays as it is.
+        if self.core().closed || self.poisoned().is_some() {
             return Ok(settled);
         }
         let bytes = reader.shared_bytes()?;
-        let is_behind = self.core().is_behind;
+        let (is_behind, edit_seen) = {
+            let core = self.core();
+            (core.is_behind, core.edit_seen)
+        };
         if settled.as_ref() == Some(&bytes) && !is_behind {
-            return Ok(settled);
+            // Who shares the store meanwhile and closes it leaves no SHARED, but a later manifest.
+            if !bytes.is_empty() || reader.read_listed()?.edit == edit_seen {
+                return Ok(settled);
+            }
         }
         let cells = SharedCells::decode(&bytes, &reader.store);
-        if cells.is_ok_and(|cells| self.follow_near(&cells)) {
+        if cells.is_ok_and(|cells| self.follow_near(reader, &cells)) {
             return Ok(settled);
         }
-        reader.read(self.clock(), &mut settled, |manifest, seen| {
+        reader.read(self.clock(), deadline, &mut settled, |manifest, seen| {
+            if reader.epoch.swap(seen.epoch, Ordering::Relaxed) != seen.epoch {
+                // Whoever has recovered the store since may have cut what was read.
+                self.core().is_behind = true;
+            }
             self.follow_listed(manifest, seen.reach)?;
             self.note_seen(seen);
             Ok(())
@@ -535,10 +580,11 @@ impl Engine {
     }
 
     /// Reads on in the same segment; `false`: there is more to do.
-    fn follow_near(&self, cells: &SharedCells) -> bool {
+    fn follow_near(&self, reader: &Reader, cells: &SharedCells) -> bool {
         let told = Position::from_u64(cells.end);
         let mut core = self.core();
         if core.is_behind
+            || reader.epoch.load(Ordering::Relaxed) != cells.epoch
             || core.edit_seen < cells.edit.max(cells.end_edit)
             || told.segment() != core.writer.segment.id
         {
@@ -560,6 +606,7 @@ impl Engine {
             reach: Reach::Told(told),
             durable: Position::from_u64(cells.durable),
             poison: cells.poison.clone(),
+            epoch: cells.epoch,
         });
         true
     }
@@ -591,7 +638,9 @@ impl Engine {
     }
 
     fn note_seen(&self, seen: &Seen) {
-        self.syncer.reached(seen.durable);
+        if self.poisoned().is_none() {
+            self.syncer.reached(seen.durable);
+        }
         if let Some(cause) = &seen.poison {
             self.poison_with(cause.clone());
         }

@@ -642,7 +642,9 @@ pub(super) fn replay_unsealed(
     let mut read = 0;
     let mut full: Vec<Full> = Vec::new();
     let mut active = None;
-    let mut proven = manifest.closed_at.unwrap_or(0);
+    // What was told may end before what the last one to close has found.
+    let closed_at = manifest.closed_at.filter(|_| !reach.is_told());
+    let mut proven = closed_at.unwrap_or(0);
     for segment in &unsealed {
         if active.is_some() && (manifest.closed_at.is_some() || reach.is_told()) {
             // Behind the end of a log that was closed cleanly nothing was ever written; and what

@@ -52,6 +52,7 @@ impl Engine {
 
     /// Does all background work that is due, merges included, and returns when nothing is left.
     pub(crate) fn settle_down(&self) -> Result<()> {
+        self.check_home()?;
         self.maintain()?;
         while self.merge_once()? {}
         Ok(())

@@ -31,6 +31,8 @@ struct SharedTurn<'a> {
     shared: &'a Shared,
     /// What the others were told of the end of the log, and of the newest stamp.
     told: (u64, u64),
+    /// The edit that the log needed up to there.
+    edit_told: u64,
     _gate: Held<'a>,
 }
 
@@ -64,7 +66,7 @@ impl SharedTurn<'_> {
     /// log ends.
     #[cold]
     fn end(&self, core: &mut Core) {
-        if std::thread::panicking() {
+        if std::thread::panicking() && core.writer.has_unwritten() {
             return;
         }
         // Every path that appends has done so: what is left here nobody was told of.
@@ -75,7 +77,8 @@ impl SharedTurn<'_> {
         let (end, stamp) = (core.writer.written().get(), core.stamps.newest());
         self.shared.note_end(end);
         if (end, stamp) != self.told {
-            let edit = core.edit_seen;
+            // Whoever appended before may have known more than this opener was told of.
+            let edit = core.edit_seen.max(self.edit_told);
             if let Err(error) = self.shared.write(&Cell::End { end, stamp, edit }) {
                 self.engine.poison_with(error.to_string());
             }
@@ -110,6 +113,14 @@ impl Engine {
             shared: None,
             _reading: Some(reading),
         })
+    }
+
+    /// Takes the turn, and waits for it until then.
+    pub(crate) fn turn_until(&self, end_ms: u64) -> Result<Turn<'_>> {
+        match &self.shared {
+            None => self.turn(),
+            Some(shared) => self.shared_turn(shared, end_ms),
+        }
     }
 
     /// Makes sure that everything is known that was appended before this call.
@@ -149,6 +160,7 @@ impl Engine {
                 engine: self,
                 shared,
                 told: (cells.end, cells.stamp),
+                edit_told: cells.end_edit,
                 _gate: gate,
             }),
             _reading: None,
@@ -184,9 +196,7 @@ impl Engine {
             return Ok(durable);
         }
         let (segment, frozen, end) = {
-            let core = self
-                .shared_turn(shared, end_ms)
-                .map_err(Error::maybe_applied)?;
+            let core = self.turn_until(end_ms).map_err(Error::maybe_applied)?;
             self.check_writable(&core).map_err(Error::maybe_applied)?;
             let segment = std::sync::Arc::clone(&core.writer.segment);
             (segment, core.view.frozen.clone(), core.writer.end())

@@ -130,6 +130,7 @@ impl Engine {
         retention: Retention,
         mut decide: impl FnMut(Option<&Entry>, &Env) -> Step<R>,
     ) -> Result<(Decided<R>, Basis)> {
+        self.check_home()?;
         let wanted = self.wanted_in(space, key);
         loop {
             let snapshot = self.snapshot(wanted);

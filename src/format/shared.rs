@@ -68,6 +68,8 @@ impl Cell {
 /// All cells, as read at one moment; those of other gates than one's own may be older.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SharedCells {
+    /// The generation of the opener that made the file: another one has come first since.
+    pub(crate) epoch: u64,
     pub(crate) end: u64,
     pub(crate) stamp: u64,
     /// The edit that the log up to its end needs.
@@ -86,6 +88,7 @@ impl SharedCells {
         bytes.put(&MAGIC);
         bytes.put(store);
         bytes.put_u16(FORMAT);
+        bytes.put_u64(self.epoch);
         bytes.put_zeros(HEADER_BYTES - 4 - bytes.len());
         put_crc_at_end(&mut bytes);
         bytes.resize(SHARED_BYTES, 0);
@@ -119,6 +122,7 @@ impl SharedCells {
         if header.array()? != MAGIC || header.array::<16>()? != *store || header.u16()? != FORMAT {
             return Err(Malformed("shared file of another store or format"));
         }
+        let epoch = header.u64()?;
         let cell = |at: usize| Reader::new(bytes.get(at..).unwrap_or_default());
         let (end, stamp, end_edit) = decode_end(bytes);
         let (durable, flushing) = decode_durable(bytes);
@@ -131,6 +135,7 @@ impl SharedCells {
             Ok(String::from_utf8_lossy(cause).into_owned())
         };
         Ok(SharedCells {
+            epoch,
             end,
             stamp,
             end_edit,
@@ -172,7 +177,11 @@ mod tests {
     #[test]
     fn each_cell_is_read_back_and_leaves_the_others() {
         let store = [7; 16];
-        let mut bytes = SharedCells::default().encode(&store);
+        let made = SharedCells {
+            epoch: 3,
+            ..SharedCells::default()
+        };
+        let mut bytes = made.encode(&store);
         assert_eq!(bytes.len(), SHARED_BYTES);
         let cells = [
             Cell::End {
@@ -195,6 +204,7 @@ mod tests {
         assert_eq!(
             read,
             SharedCells {
+                epoch: 3,
                 end: 1 << 40 | 5,
                 stamp: 77,
                 end_edit: 8,

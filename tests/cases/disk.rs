@@ -15,9 +15,9 @@ use idemlog::{
 };
 
 use super::{
-    Twin, aftermath, bytes_of_files, clock, compare, filter, image, long, new, options, rigged,
-    small,
+    Twin, aftermath, bytes_of_files, clock, compare, filter, image, long, new, options, small,
 };
+use crate::support::rigged::rigged;
 
 fn open(disk: &SimDisk) -> DedupLog {
     options(&clock()).open_on(disk.dir()).unwrap()

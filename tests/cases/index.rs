@@ -301,7 +301,7 @@ fn c46_several_threads_that_let_the_index_grow_do_not_remove_each_others_files()
     let disk = SimDisk::memory();
     let open = || {
         // Slow writes of the index: merges of several threads would surely overlap.
-        let dir = super::rigged(disk.dir(), |op, name| {
+        let dir = crate::support::rigged::rigged(disk.dir(), |op, name| {
             if op == Op::Write && name.ends_with(".tmp") {
                 std::thread::sleep(Duration::from_micros(300));
             }

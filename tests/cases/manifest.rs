@@ -232,7 +232,7 @@ fn c05_a_directory_that_cannot_be_synced_is_an_error_and_costs_nothing() {
             let (disk, clock) = (SimDisk::new(), clock());
             let syncs = Arc::new(std::sync::atomic::AtomicU64::new(0));
             let counted = Arc::clone(&syncs);
-            let dir = super::rigged(disk.dir(), move |op, _| {
+            let dir = crate::support::rigged::rigged(disk.dir(), move |op, _| {
                 let failing = op == Op::DirSync && {
                     let count = counted.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
                     count == nth || sticky && count > nth

@@ -550,9 +550,8 @@ fn fork_beside_an_unwritten_record(dir: &Path) {
             seen.forget("unwritten").is_err_and(closed),
             log.sync().is_err_and(closed),
             log.filter("another", small()).is_err_and(closed),
-            // Upkeep is the parent's.
-            log.maintain().is_ok(),
-            log.wait_idle().is_ok(),
+            log.maintain().is_err_and(closed),
+            log.wait_idle().is_err_and(closed),
         ];
         let code = refused.iter().position(|refused| !refused);
         // SAFETY: ends the child at once, without destructors.

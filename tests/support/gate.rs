@@ -27,10 +27,19 @@ impl Gate {
         self.opened.notify_all();
     }
 
-    fn pass(&self) {
+    pub fn pass(&self) {
         self.arrived.fetch_add(1, Ordering::SeqCst);
         let closed = self.closed.lock().unwrap();
         drop(self.opened.wait_while(closed, |closed| *closed).unwrap());
+    }
+}
+
+/// Opens the gate also when a test fails before it does: nobody is left waiting.
+pub struct OpenAtEnd<'a>(pub &'a Gate);
+
+impl Drop for OpenAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.open();
     }
 }
 

@@ -596,16 +596,6 @@ const FAULTS: &[Fault] = &[
         noticed_by: "shared::",
     },
     Fault {
-        name: "a record of one process waits in its memory",
-        breaks: "I3, shared",
-        edits: &[(
-            "src/engine/turn.rs",
-            "        if self.shared.is_some() && level == Durability::Buffered {",
-            "        if !FAULT && self.shared.is_some() && level == Durability::Buffered {",
-        )],
-        noticed_by: "shared::",
-    },
-    Fault {
         name: "the files of other processes are not followed",
         breaks: "I2, shared",
         edits: &[(
