@@ -264,7 +264,12 @@ fn an_opener_joins_nobody_who_has_just_left() {
         let count = Arc::clone(&asked);
         let dir = Rigged::new(disk.process().dir(), |_, _| Ok(())).on_lock(
             move |name, mode, is_locked| {
-                if (name, mode, is_locked) == ("LOCK", LockMode::Exclusive, false)
+                let denied = [
+                    // By one who is alone, and by others.
+                    ("LOCK", LockMode::Shared, false),
+                    ("LOCK.members", LockMode::Exclusive, false),
+                ];
+                if denied.contains(&(name, mode, is_locked))
                     && let Some((before, stays)) = leaver.lock().unwrap().take()
                 {
                     count.fetch_add(1, Ordering::SeqCst);
