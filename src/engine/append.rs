@@ -142,7 +142,15 @@ impl Engine {
             // Whoever only reads flushes nothing, and tells what is written.
             return Ok(());
         }
-        let end_ms = self.gate_end_ms();
+        self.ensure_durable_until(end, failures, self.gate_end_ms())
+    }
+
+    fn ensure_durable_until(
+        &self,
+        end: Position,
+        failures: FailureCount,
+        end_ms: u64,
+    ) -> Result<()> {
         self.waited(self.syncer.wait(end, failures, || self.lead(end, end_ms)))
     }
 
@@ -238,7 +246,7 @@ impl Engine {
             self.check_writable(&core)?;
             (core.writer.end(), FailureCount::new(core.failures))
         };
-        self.waited(self.syncer.wait(end, failures, || self.lead(end, end_ms)))
+        self.ensure_durable_until(end, failures, end_ms)
     }
 }
 

@@ -9,8 +9,8 @@
 //!    the first one clears those that were.
 //! C. A generation is reserved durably, and its owner's file locked, before its first claim.
 //! D. Whoever is a member and finds no owner alive, because those it has met are gone, joins nobody
-//!    and asks again: SHARED is of former ones then. Whoever is alone removes it before it changes
-//!    anything else, and the first one makes it anew when the others may come in.
+//!    and asks again: SHARED is of former ones then. The first one makes it anew when the others
+//!    may come in, before it is an owner.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
@@ -231,13 +231,6 @@ fn is_shared(dir: &dyn Dir) -> Result<bool> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(error) => Err(Error::io("opening a shared store failed", error).in_file(name)),
     }
-}
-
-/// Takes away what former ones have told each other (D); whoever calls this is alone.
-pub(super) fn end_sharing(dir: &dyn Dir) -> Result<()> {
-    let name = FileName::Shared.to_string();
-    remove_if_there(dir, &name)
-        .map_err(|e| Error::io("removing what processes shared failed", e).in_file(name))
 }
 
 /// Refuses a directory, or a lock's file, that another one has taken the place of.

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
-use super::join::{end_sharing, open_shared};
+use super::join::open_shared;
 use super::prepare::{create_segment, fill_random, random_u32};
 use super::reader::open_reader;
 use super::recovery::recover;
@@ -157,7 +157,6 @@ pub(super) fn recover_or_create(
     in_place: bool,
     options: Options,
 ) -> Result<Arc<Engine>> {
-    end_sharing(dir.as_ref())?;
     let mut report = OpenReport::default();
     let manifest = match read_manifest(dir.as_ref())? {
         Some(manifest) => manifest,

@@ -143,7 +143,7 @@ impl ActiveTable {
             self.most = self.counts.iter().max().copied().unwrap_or(0);
         }
         if let Some(slot) = self.slots.all_mut().get_mut(undo.index) {
-            *slot = undo.before.to_ne_bytes();
+            *slot = undo.before.to_le_bytes();
         }
     }
 
@@ -188,15 +188,15 @@ impl ActiveTable {
     #[inline]
     fn slot(&self, part: usize, index: usize) -> u64 {
         let slot = self.slots.all().get((part << self.part_slot_bits) + index);
-        slot.map_or(0, |slot| u64::from_ne_bytes(*slot))
+        slot.map_or(0, |slot| u64::from_le_bytes(*slot))
     }
 
     fn set(&mut self, part: usize, index: usize, tag: u64, offset: u32) -> SlotUndo {
         let index = (part << self.part_slot_bits) + index;
         let mut undo = SlotUndo { index, before: 0 };
         if let Some(slot) = self.slots.all_mut().get_mut(index) {
-            undo.before = u64::from_ne_bytes(*slot);
-            *slot = (tag << OFFSET_BITS | u64::from(offset / 8)).to_ne_bytes();
+            undo.before = u64::from_le_bytes(*slot);
+            *slot = (tag << OFFSET_BITS | u64::from(offset / 8)).to_le_bytes();
         }
         undo
     }
@@ -204,7 +204,7 @@ impl ActiveTable {
 
 /// Returns the slots before the first that is empty.
 fn until_gap(slots: &[Word]) -> impl Iterator<Item = u64> {
-    let slots = slots.iter().map(|slot| u64::from_ne_bytes(*slot));
+    let slots = slots.iter().map(|slot| u64::from_le_bytes(*slot));
     slots.take_while(|slot| *slot != 0)
 }
 

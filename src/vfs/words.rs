@@ -10,7 +10,7 @@ use memmap2::MmapMut;
 const MAPPED_BYTES_MIN: usize = 2 << 20;
 const WORD_BYTES: usize = 8;
 
-/// One word, as the processor reads and writes it.
+/// One word, as the processor reads and writes it where it is little-endian.
 pub(crate) type Word = [u8; WORD_BYTES];
 
 /// So many words, zero at first.
@@ -91,13 +91,13 @@ mod tests {
             assert_eq!(words.all().len(), count);
             assert!(words.all().iter().all(|word| *word == [0; WORD_BYTES]));
             for (index, word) in words.all_mut().iter_mut().enumerate() {
-                *word = index.to_ne_bytes();
+                *word = (index as u64).to_le_bytes();
             }
             let copy = words.clone();
             assert_eq!(copy.all(), words.all());
             assert_eq!(
                 copy.all().last(),
-                count.checked_sub(1).map(usize::to_ne_bytes).as_ref()
+                (count as u64).checked_sub(1).map(u64::to_le_bytes).as_ref()
             );
         }
     }
