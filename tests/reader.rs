@@ -139,6 +139,10 @@ fn a_reader_knows_at_once_what_two_writers_were_answered() {
             assert_eq!(disk.steps(), before);
         }
     }
+    for n in 0..100 {
+        assert!(a.filter.observe(key("more", n)).unwrap().is_new());
+    }
+    a.log.maintain().unwrap();
     assert!(reader.log.stats().segments_count > 5);
     assert_eq!(
         reader.log.stats().segments_count,
@@ -342,6 +346,7 @@ impl Dir for Watched {
             self.around(&format!("create {name}"), open)?
         } else {
             if self.reads {
+                assert_eq!(access, Access::Read, "{name}");
                 (self.hook)(name);
             }
             open()?
