@@ -106,10 +106,11 @@ fn bench_removes_its_directory_after_an_error() {
     assert_eq!(place.names(), [""; 0], "{failed:?}");
 }
 
-/// Ctrl-C, and a kill that it cannot catch.
+/// A signal like Ctrl-C, which whoever runs the tests in the background has it ignore; and a kill
+/// that it cannot catch.
 #[test]
 fn bench_removes_its_directory_when_it_is_killed() {
-    for signal in ["-INT", "-KILL"] {
+    for signal in ["-TERM", "-KILL"] {
         let place = Place::new();
         let words = ["bench", "--seconds", "600"];
         let mut bench = place.command(&words).spawn().unwrap();
