@@ -822,8 +822,8 @@ fn a_first_sharer_that_comes_in_the_middle_is_noticed() {
     };
     let dir = Watched::of(&disk.process(), true, hook);
     let log = options(&clock).open_read_only_on(dir).unwrap();
-    let reader = Member::of(disk.process(), log);
     let again = opened.lock().unwrap().contains(&"MANIFEST".to_owned());
+    let reader = Member::of(disk.process(), log);
     assert!(again, "{opened:?}");
     let sharing = sharing.lock().unwrap().take().unwrap();
     assert!(sharing.filter.observe("more").unwrap().is_new());
