@@ -302,10 +302,11 @@ pub fn repair(data: &[u8]) {
     }
 }
 
-/// Makes the directory that the bytes describe; says too whether its checksums were made right.
+/// Makes the directory that the bytes describe; says too whether a checksum was made right.
 fn patched(data: &[u8]) -> Option<(SimDisk, bool)> {
     let (first, mut rest) = data.split_first()?;
-    let forged = first & 0x80 != 0;
+    let all_right = first & 0x80 != 0;
+    let mut forged = all_right;
     let disk = directory::start(first % directory::STARTS);
     while let Some((head, tail)) = rest.split_first_chunk::<5>() {
         let [file, what, low, high, len] = *head;
@@ -313,7 +314,7 @@ fn patched(data: &[u8]) -> Option<(SimDisk, bool)> {
             .split_at_checked(usize::from(len))
             .unwrap_or((tail, &[]));
         rest = tail;
-        patch(
+        forged |= patch(
             &disk,
             file,
             what,
@@ -321,13 +322,14 @@ fn patched(data: &[u8]) -> Option<(SimDisk, bool)> {
             bytes,
         );
     }
-    if forged {
+    if all_right {
         directory::make_checksums_right(&disk);
     }
     Some((disk, forged))
 }
 
-fn patch(disk: &SimDisk, file: u8, what: u8, offset: usize, bytes: &[u8]) {
+/// Changes one file; says whether its checksum was made right.
+fn patch(disk: &SimDisk, file: u8, what: u8, offset: usize, bytes: &[u8]) -> bool {
     let mut names = disk.file_names();
     names.extend([
         "MANIFEST".into(),
@@ -335,13 +337,14 @@ fn patch(disk: &SimDisk, file: u8, what: u8, offset: usize, bytes: &[u8]) {
         "seg-000000000009.log".into(),
     ]);
     let Some(name) = names.get(usize::from(file) % names.len()) else {
-        return;
+        return false;
     };
+    let mut forged = false;
     let mut content = disk.read_file(name).unwrap_or_default();
     match what % 6 {
         0 => {
             disk.remove_file(name);
-            return;
+            return false;
         }
         1 => content.truncate(offset),
         2 => content.resize((content.len() + offset).min(1 << 17), what),
@@ -367,10 +370,12 @@ fn patch(disk: &SimDisk, file: u8, what: u8, offset: usize, bytes: &[u8]) {
             if what % 6 == 4 && name == "MANIFEST" {
                 content.truncate(content.len().saturating_sub(4));
                 put_crc_at_end(&mut content);
+                forged = true;
             }
         }
     }
     disk.write_file(name, content);
+    forged
 }
 
 fn must<T>(result: Result<T>) -> T {
