@@ -962,6 +962,53 @@ fn several_claims_commit_together_or_not_at_all() {
     assert_eq!(desk.jobs.get("3").unwrap(), KeyState::Absent);
 }
 
+/// What is leased may be sent, so it is as durable as the outbox says, whatever its commit was.
+#[test]
+fn an_entry_that_was_leased_survives_a_power_cut() {
+    for level in [Durability::Buffered, Durability::Process] {
+        let (disk, clock) = (SimDisk::new(), clock());
+        let desk = Desk::open(&disk, &clock);
+        let mut claim = desk.claim("k");
+        let commit = Commit::new("k").publish(&desk.outbox, "mail");
+        let committed = claim.commit_with(commit.durability(level)).unwrap();
+        assert!(matches!(committed, CommitVerdict::Committed { .. }));
+        let lost = disk.after_power_cut(&mut PowerCut::drop_all());
+        assert!(Desk::open(&lost, &clock).payloads(9).is_empty());
+        assert_eq!(desk.payloads(9), ["mail"]);
+        let kept = disk.after_power_cut(&mut PowerCut::drop_all());
+        let desk = Desk::open(&kept, &clock);
+        assert_eq!(desk.payloads(9), ["mail"]);
+        assert!(matches!(desk.jobs.get("k").unwrap(), KeyState::Done(_)));
+    }
+}
+
+/// What is read of a cell and of a source is as durable as their namespaces say.
+#[test]
+fn what_was_read_survives_a_power_cut() {
+    type Read = fn(&Desk) -> bool;
+    let reads: [Read; 2] = [
+        |desk| desk.value("a").as_deref() == Some("90"),
+        |desk| desk.marks.safe_position(SOURCE).unwrap() == Some(0),
+    ];
+    for read in reads {
+        let (disk, clock) = (SimDisk::new(), clock());
+        let desk = Desk::open(&disk, &clock);
+        desk.marks.begin(SOURCE, 0).unwrap();
+        let mut claim = desk.claim("k");
+        let commit = Commit::new("k")
+            .put(&desk.cells, "a", Expected::Absent, "90")
+            .advance(&desk.marks, SOURCE, 0)
+            .durability(Durability::Process);
+        let committed = claim.commit_with(commit).unwrap();
+        assert!(matches!(committed, CommitVerdict::Committed { .. }));
+        let lost = disk.after_power_cut(&mut PowerCut::drop_all());
+        assert!(!read(&Desk::open(&lost, &clock)));
+        assert!(read(&desk));
+        let kept = disk.after_power_cut(&mut PowerCut::drop_all());
+        assert!(read(&Desk::open(&kept, &clock)));
+    }
+}
+
 #[test]
 fn a_batch_of_commits_may_have_something_attached() {
     let desk = Desk::memory();
