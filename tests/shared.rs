@@ -20,6 +20,7 @@ mod closing;
 mod flush;
 mod gates;
 mod joins;
+mod left;
 
 fn clock() -> Arc<ManualClock> {
     Arc::new(ManualClock::new(1_700_000_000_000))

@@ -523,6 +523,14 @@ impl Core {
         self.view = Arc::new(view);
         frozen
     }
+
+    /// Maps what is full and not sealed yet: nobody cuts it as long as somebody is there who may
+    /// write. Without a map it is read by calls.
+    pub(crate) fn map_frozen(&self) {
+        for frozen in &self.view.frozen {
+            frozen.segment.freeze().map(|_| ()).unwrap_or_default();
+        }
+    }
 }
 
 /// Room that a record needs, and on whose account.

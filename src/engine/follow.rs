@@ -9,7 +9,7 @@
 //! C. The manifest may be replaced meanwhile, by whoever has the gate for that. It is read as a
 //!    whole, and read again if a file that it lists is gone.
 //! D. Without the turn only that is read which was told at the end of a turn: nothing of it is
-//!    taken back, no segment ends in it, and it needs no edit of the manifest that is not known.
+//!    taken back, and it needs no edit of the manifest that is not known.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicBool;
@@ -50,6 +50,12 @@ const RECORD_BYTES: usize = 32;
 const PROBE_BYTES: usize = 64;
 /// How often the manifest is read again because a file that it lists is gone.
 pub(super) const TRIES_MAX: usize = 100;
+
+/// What was read without the turn, to start again from.
+pub(super) struct Far {
+    manifest: Manifest,
+    rebuilt: Rebuilt,
+}
 
 /// What the end of the log looks like.
 pub(super) enum Read {
@@ -240,20 +246,51 @@ impl Engine {
     /// Starts again from the runs if others have sealed more than what this process is in.
     pub(super) fn follow_far(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
         let active = self.core().writer.segment.id;
-        let unsealed = |id: u64| {
-            let mut listed = manifest.segments.iter();
-            listed.any(|s| s.id == id && s.sealed.is_none())
-        };
-        let later = manifest
-            .segments
-            .iter()
-            .map(|s| s.id)
-            .filter(|id| *id > active);
-        if unsealed(active) || later.min().is_some_and(unsealed) {
+        if goes_on_from(manifest, active) {
             self.follow_rest(&mut self.core(), manifest);
             return Ok(());
         }
         self.start_again(manifest, reach)
+    }
+
+    /// Says, with the turn held, whether there is so much to be read that the others should not
+    /// wait for it.
+    pub(super) fn is_far(&self, cells: &SharedCells) -> Result<bool> {
+        let (is_edited, active) = {
+            let core = self.core();
+            if core.is_behind {
+                return Ok(true);
+            }
+            (core.edit_seen < cells.edit, core.writer.segment.id)
+        };
+        if !is_edited || Position::from_u64(cells.end).segment() == active {
+            return Ok(false);
+        }
+        Ok(!goes_on_from(&self.read_listed()?, active))
+    }
+
+    /// Reads everything as far as was told, without the turn (D). What goes wrong is left to the
+    /// turn.
+    pub(super) fn read_far(&self, shared: &Shared) -> Option<Far> {
+        let manifest = self.read_listed().ok()?;
+        let reach = Reach::of(&shared.read().ok()?, &manifest, false)?;
+        let view = self.core().view.clone();
+        let (hash, options) = (&self.hash, &self.options);
+        let rebuilt = Rebuilt::of(&self.dir, &manifest, hash, options, &view, reach).ok()?;
+        Some(Far { manifest, rebuilt })
+    }
+
+    /// Starts again, with the turn held, from what was read without it, unless as much is known by
+    /// now.
+    pub(super) fn start_from_far(&self, far: Far) -> Result<()> {
+        let is_needed = {
+            let core = self.core();
+            core.is_behind || core.writer.end() < far.rebuilt.end()
+        };
+        if is_needed {
+            self.start_from(&far.manifest, far.rebuilt)?;
+        }
+        Ok(())
     }
 
     /// Opens the segments that come behind the active one.
@@ -341,10 +378,9 @@ impl Engine {
         };
         core.tally.drop_at = core.tally.drop_at.max(DropTime::from_disk(seal.drop_at_s));
         core.tally.unsettled_count = to_usize(seal.unsettled_count);
-        let frozen = core.switch(next, seal.trusted_ms);
+        core.switch(next, seal.trusted_ms);
         if self.reader.is_none() {
-            // Without a map the segment is read by calls until it is sealed.
-            frozen.segment.freeze().map(|_| ()).unwrap_or_default();
+            core.map_frozen();
         }
         core.is_behind = false;
         Ok(())
@@ -574,12 +610,19 @@ impl Engine {
     pub(super) fn start_again(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
         let view = self.core().view.clone();
         let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view, reach)?;
+        self.start_from(manifest, rebuilt)
+    }
+
+    fn start_from(&self, manifest: &Manifest, rebuilt: Rebuilt) -> Result<()> {
         let granted: BTreeMap<u64, UnsettledEntry> = self.core().unsettled.clone();
         let listed = {
             let mut core = self.core();
             core.is_behind = true;
             core.stamps.follow(Stamp::from_u64(rebuilt.stamp));
             let listed = rebuilt.install(&mut core);
+            if self.reader.is_none() {
+                core.map_frozen();
+            }
             core.unsettled.clear();
             core.owed_bytes = 0;
             self.follow_rest(&mut core, manifest);
@@ -605,6 +648,12 @@ impl Engine {
         self.core().is_behind = false;
         Ok(())
     }
+}
+
+/// Says whether the log is to be read on from this segment: nothing behind it is sealed.
+fn goes_on_from(manifest: &Manifest, active: u64) -> bool {
+    let mut later = manifest.segments.iter().filter(|s| s.id > active);
+    later.all(|s| s.sealed.is_none())
 }
 
 /// Says whether no frame was ever begun here.

@@ -343,22 +343,9 @@ fn join(dir: &Arc<dyn Dir>, locks: &Locks, in_place: bool, options: Options) -> 
     let hash = KeyHash::new(&manifest.hash_key, manifest.store);
     let wait = options.turn_timeout;
     let shared = Shared::open(dir, manifest.store, wait, &locks.member, None)?;
-    let clock = options.clock.as_ref();
-    let turn = shared.gate(GateName::Turn, clock, shared.end_ms(clock))?;
-    let cells = shared.read()?;
-    if let Some(cause) = cells.poison {
-        return Err(Error::new(
-            ErrorKind::Poisoned,
-            format!(
-                "store is poisoned by an earlier failure: {cause}; close it in all processes, and \
-                 open it again"
-            ),
-        ));
-    }
-    let (manifest, rebuilt) = rebuild(dir, manifest, &hash, &options)?;
+    let (manifest, durable, rebuilt) = rebuild(dir, &shared, manifest, &hash, &options)?;
     let time = TrustedTime::resume(options.clock.as_ref(), Some(manifest.anchor), 0);
     time.raise(options.clock.as_ref(), rebuilt.trusted_ms);
-    drop(turn);
     let report = OpenReport {
         replayed_count: rebuilt.replayed_count,
         ..OpenReport::default()
@@ -376,9 +363,10 @@ fn join(dir: &Arc<dyn Dir>, locks: &Locks, in_place: bool, options: Options) -> 
         generation: 0,
         catalog: Catalog::new(Arc::clone(dir), manifest.clone()),
         core,
-        durable: Position::from_u64(cells.durable),
+        durable,
         report,
     });
+    engine.core().map_frozen();
     engine.shared = Some(shared);
     engine.reserve_generation()?;
     {
@@ -398,24 +386,53 @@ fn join(dir: &Arc<dyn Dir>, locks: &Locks, in_place: bool, options: Options) -> 
     Ok(engine)
 }
 
-/// Reads the store as the manifest lists it, with the turn held; again if a file that it lists is
-/// gone because it was replaced meanwhile.
+/// Reads the store as the manifest lists it, and says what of it was durable; again if a file that
+/// it lists is gone because it was replaced meanwhile. As far as was told, which needs no turn; if
+/// who told it died in the middle of telling, with the turn held.
 fn rebuild(
     dir: &Arc<dyn Dir>,
+    shared: &Shared,
     known: Manifest,
     hash: &KeyHash,
     options: &Options,
-) -> Result<(Manifest, Rebuilt)> {
+) -> Result<(Manifest, Position, Rebuilt)> {
     let read = || Ok::<_, Error>(read_manifest(dir.as_ref())?.unwrap_or_else(|| known.clone()));
+    let clock = options.clock.as_ref();
+    let end_ms = shared.end_ms(clock);
     let mut tried = 0;
     loop {
+        tried += 1;
+        let turn = if tried <= TRIES_MAX && shared.read()?.is_told() {
+            None
+        } else {
+            Some(shared.gate(GateName::Turn, clock, end_ms)?)
+        };
         let manifest = read()?;
-        match Rebuilt::of(dir, &manifest, hash, options, &View::default(), Reach::Turn) {
-            Ok(rebuilt) => return Ok((manifest, rebuilt)),
-            Err(_) if tried < TRIES_MAX && read()?.edit != manifest.edit => tried += 1,
+        let cells = shared.read()?;
+        check_sound(&cells)?;
+        let Some(reach) = Reach::of(&cells, &manifest, turn.is_some()) else {
+            continue;
+        };
+        match Rebuilt::of(dir, &manifest, hash, options, &View::default(), reach) {
+            Ok(rebuilt) => return Ok((manifest, Position::from_u64(cells.durable), rebuilt)),
+            Err(_) if tried <= TRIES_MAX && read()?.edit != manifest.edit => {}
             Err(error) => return Err(error),
         }
     }
+}
+
+/// Refuses a store that is poisoned.
+fn check_sound(cells: &SharedCells) -> Result<()> {
+    let Some(cause) = &cells.poison else {
+        return Ok(());
+    };
+    Err(Error::new(
+        ErrorKind::Poisoned,
+        format!(
+            "store is poisoned by an earlier failure: {cause}; close it in all processes, and \
+             open it again"
+        ),
+    ))
 }
 
 impl Engine {
@@ -518,11 +535,12 @@ impl Engine {
         if dead.is_empty() {
             return Ok(());
         }
-        let manifest = self.read_listed()?;
         // What was unlisted by somebody who died then is unlisted durably before it goes.
-        self.dir
-            .sync()
-            .map_err(|e| Error::io("syncing the directory failed", e))?;
+        self.know_all(shared)?;
+        if self.poisoned().is_some() {
+            return Ok(());
+        }
+        let manifest = self.catalog().manifest().clone();
         let is_left = |name: &FileName| match *name {
             FileName::Temporary { .. } => true,
             FileName::Segment(id) => manifest.dropped.contains(&id),
@@ -576,7 +594,7 @@ impl Rebuilt {
             opened.insert(entry.id, segment);
         }
         let mut report = OpenReport::default();
-        // The turn is held, and no open may be under way: nobody is told of progress.
+        // No open may be under way: nobody is told of progress.
         let options = &Options {
             on_progress: None,
             ..options.clone()
@@ -610,7 +628,7 @@ impl Rebuilt {
             .map(|replayed| replayed.stamp)
             .fold(replayed.stamp, u64::max);
         for full in frozen {
-            let (frozen, unsettled) = freeze(full, hash, began_at_s, reach)?;
+            let (frozen, unsettled) = freeze(full, hash, began_at_s)?;
             sealed_unsettled.extend(unsettled);
             view.frozen.push(Arc::new(frozen));
         }
@@ -628,6 +646,11 @@ impl Rebuilt {
             stamp,
             replayed_count: report.replayed_count,
         })
+    }
+
+    /// Returns the end of the log as far as it was read.
+    pub(super) fn end(&self) -> Position {
+        Position::new(self.active.id, self.end)
     }
 
     /// Makes an empty core for this store.
@@ -651,17 +674,12 @@ impl Rebuilt {
 }
 
 /// Turns a full segment that is not sealed yet into a frozen one, and lists what is not settled.
-fn freeze(full: Full, hash: &KeyHash, began_at_s: u32, reach: Reach) -> Result<(Frozen, Places)> {
+fn freeze(full: Full, hash: &KeyHash, began_at_s: u32) -> Result<(Frozen, Places)> {
     let segment = full.segment;
     let replayed = match full.replayed {
         Some(replayed) => replayed,
         None => replay_segment(&read_image(&segment)?, &segment, hash)?,
     };
-    if reach.maps_unsealed() {
-        segment
-            .freeze()
-            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-    }
     let unsettled = places(segment.id, &replayed.unsettled);
     let frozen = Frozen {
         table: replayed.table,

@@ -181,6 +181,22 @@ impl Engine {
         Ok(prepare::Maintaining::new(upkeep, gate))
     }
 
+    /// The same, unless another process goes on in a later segment meanwhile than this one knows.
+    fn maintenance_unless_rolled(&self) -> Result<Option<prepare::Maintaining<'_>>> {
+        let Some(shared) = &self.shared else {
+            return self.maintenance().map(Some);
+        };
+        self.check_home()?;
+        let end_ms = shared.end_ms(self.clock());
+        let active = self.core().writer.segment.id;
+        let upkeep = self.upkeep();
+        let Some(gate) = shared.upkeep_gate(active, self.clock(), end_ms)? else {
+            return Ok(None);
+        };
+        self.know_all(shared)?;
+        Ok(Some(prepare::Maintaining::new(upkeep, Some(gate))))
+    }
+
     /// The same, unless another process is at it.
     fn try_maintenance(&self) -> Result<Option<prepare::Maintaining<'_>>> {
         self.check_writer()?;
@@ -418,10 +434,7 @@ impl Engine {
         if self.home.is_at_home() {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Closed,
-            "handle was inherited by a forked child; open the store in the child instead",
-        ))
+        Err(not_at_home())
     }
 
     pub(crate) fn level(
@@ -431,6 +444,14 @@ impl Engine {
     ) -> Durability {
         call.or(namespace).unwrap_or(self.options.durability)
     }
+}
+
+#[cold]
+fn not_at_home() -> Error {
+    Error::new(
+        ErrorKind::Closed,
+        "handle was inherited by a forked child; open the store in the child instead",
+    )
 }
 
 pub(crate) fn check_open(core: &Core) -> Result<()> {

@@ -59,6 +59,15 @@ pub(super) enum Reach {
 }
 
 impl Reach {
+    /// Says how far a manifest and what was told after it was read go together (D); `None`: not at
+    /// all, unless the turn is held.
+    pub(super) fn of(cells: &SharedCells, manifest: &Manifest, has_turn: bool) -> Option<Reach> {
+        if cells.is_told() && cells.end_edit <= manifest.edit {
+            return Some(Reach::Told(Position::from_u64(cells.end)));
+        }
+        has_turn.then_some(Reach::Turn)
+    }
+
     /// Cuts off what does not count of a segment's image (C).
     pub(super) fn cut(self, id: u64, image: &mut Vec<u8>) {
         let Reach::Told(told) = self else {
@@ -83,11 +92,6 @@ impl Reach {
             }
             _ => Ok(()),
         }
-    }
-
-    /// Says whether what is not sealed may be mapped: nobody cuts it while who may write is there.
-    pub(super) fn maps_unsealed(self) -> bool {
-        self == Reach::Turn
     }
 }
 
@@ -298,12 +302,11 @@ impl Reader {
             let what = format!("{}; use the version that writes the store", why.0);
             Error::new(ErrorKind::Incompatible, what).in_file(FileName::Shared.to_string())
         })?;
-        // Nothing is told in the middle of telling, or by who has died in it.
-        if cells.end == 0 || cells.end_edit > manifest.edit {
+        let Some(reach) = Reach::of(&cells, &manifest, false) else {
             return Ok(None);
-        }
+        };
         let seen = Seen {
-            reach: Reach::Told(Position::from_u64(cells.end)),
+            reach,
             durable: Position::from_u64(cells.durable),
             poison: cells.poison,
             epoch: cells.epoch,

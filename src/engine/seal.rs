@@ -41,8 +41,10 @@ impl Engine {
     pub(crate) fn make_room(&self, room: Room) -> Result<()> {
         self.check_frame(room.frame_bytes)?;
         self.counters.stalls.add(1);
-        let made = match self.maintenance() {
-            Ok(mut held) => self.make_room_held(&mut held, room),
+        let made = match self.maintenance_unless_rolled() {
+            Ok(Some(mut held)) => self.make_room_held(&mut held, room),
+            // The caller looks again.
+            Ok(None) => Ok(()),
             Err(error) => Err(error),
         };
         // An eviction flushes, and those whom that has served are rung behind the lock.
@@ -326,5 +328,54 @@ impl Part {
     pub(crate) fn is_damaged(&self) -> bool {
         // Relaxed: whoever set it has also woken the background.
         self.damaged.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::vfs::sim::SimDisk;
+    use crate::{DedupLog, Filter, NamespaceOptions, Options};
+
+    const KEYS: u32 = 300;
+
+    fn open(disk: &SimDisk) -> (DedupLog, Filter) {
+        let options = Options::new()
+            .shared(true)
+            .segment_bytes(8192)
+            .background(false)
+            .turn_timeout(Duration::from_secs(5));
+        let log = options.open_on(disk.process().dir()).unwrap();
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let filter = log.filter("f", options).unwrap();
+        (log, filter)
+    }
+
+    /// Who waits for room needs no upkeep of its own if another process makes it: here one that
+    /// never lets go of the upkeep.
+    #[test]
+    fn room_that_another_process_makes_is_room() {
+        let disk = SimDisk::new();
+        let ((a, _), (_b, filter)) = (open(&disk), open(&disk));
+        let engine = &a.handle.engine;
+        let mut held = engine.maintenance().unwrap();
+        let room = Room::of_one(256, Need::New { owed_bytes: 0 });
+        std::thread::scope(|scope| {
+            let keys = scope.spawn(|| {
+                for n in 0..KEYS {
+                    let observed = filter.observe(format!("{n:->180}"));
+                    assert!(observed.unwrap().is_new(), "{n}");
+                }
+            });
+            while !keys.is_finished() {
+                engine.make_room_held(&mut held, room).unwrap();
+                std::thread::yield_now();
+            }
+            keys.join().unwrap();
+        });
+        drop(held);
+        assert!(a.stats().segments_count > 5, "{:?}", a.stats());
     }
 }

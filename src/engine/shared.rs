@@ -270,6 +270,24 @@ impl Shared {
         }
     }
 
+    /// Takes the gate of the upkeep, unless the log goes on behind this segment meanwhile.
+    pub(crate) fn upkeep_gate(
+        &self,
+        active: u64,
+        clock: &dyn Clock,
+        end_ms: u64,
+    ) -> Result<Option<Held<'_>>> {
+        let rolled = || {
+            let end = Position::from_u64(self.read()?.end);
+            Ok((end.segment() > active).then_some(()))
+        };
+        match self.find(GateName::Upkeep)?.take(clock, end_ms, rolled)? {
+            Taken::Held(held) => Ok(Some(held)),
+            Taken::Needless(()) => Ok(None),
+            Taken::TooLate => Err(self.locked(GateName::Upkeep)),
+        }
+    }
+
     /// Takes the gate of flushes, unless somebody else flushes what is to be flushed.
     pub(crate) fn flush_gate(
         &self,

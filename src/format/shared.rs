@@ -82,6 +82,12 @@ pub(crate) struct SharedCells {
 }
 
 impl SharedCells {
+    /// Says whether the end of the log was told: not in the middle of telling, nor by who died in
+    /// it.
+    pub(crate) fn is_told(&self) -> bool {
+        self.end != 0
+    }
+
     /// Returns a new file's bytes.
     pub(crate) fn encode(&self, store: &StoreId) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(SHARED_BYTES);

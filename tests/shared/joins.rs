@@ -6,10 +6,10 @@ use std::thread;
 use std::time::Duration;
 
 use idemlog::testing::sim::SimDisk;
-use idemlog::{DedupLog, Filter, Repeatable};
+use idemlog::{DedupLog, Filter, KeyState, Options, Repeatable};
 
 use super::{Member, clock, key, options, small};
-use crate::support::rigged::rigged;
+use crate::support::rigged::{Rigged, rigged};
 
 /// How long a join gets to come as far as it can.
 const SOON: Duration = Duration::from_millis(2);
@@ -122,4 +122,86 @@ fn check(member: &Member, what: &str, kills: bool) {
     assert!(matches!(ran, idemlog::RunVerdict::Replayed(_)), "{what}");
     assert!(member.filter.observe("late").unwrap().is_new(), "{what}");
     member.log.maintain().unwrap();
+}
+
+/// Whole segments are read by whoever joins, and by who has slept for long, while the others go on:
+/// each such read finds a key of theirs appended in the middle of it.
+#[test]
+fn who_reads_a_whole_segment_holds_nobody_up() {
+    for is_sleeper in [false, true] {
+        let (disk, options) = (SimDisk::new(), waiting());
+        let open = |options: &Options| options.clone().open_on(disk.process().dir()).unwrap();
+        let log = open(&options);
+        let filter = log.filter("f", small()).unwrap();
+        assert!(filter.observe("first").unwrap().is_new());
+        let (reads, is_armed) = (
+            Arc::new(AtomicUsize::new(0)),
+            Arc::new(AtomicBool::new(false)),
+        );
+        let dir = {
+            let (filter, reads) = (filter.clone(), Arc::clone(&reads));
+            let is_armed = Arc::clone(&is_armed);
+            Rigged::new(disk.process().dir(), |_, _| Ok(())).on_read(move |name, bytes| {
+                if is_armed.load(Ordering::SeqCst) && name.starts_with("seg-") && bytes >= 4096 {
+                    let n = reads.fetch_add(1, Ordering::SeqCst);
+                    assert!(filter.observe(key("between", n)).unwrap().is_new());
+                }
+            })
+        };
+        let dir = dir.dir();
+        let sleeper = is_sleeper.then(|| options.clone().open_on(Arc::clone(&dir)).unwrap());
+        for n in 0..KEYS * 3 {
+            assert!(filter.observe(key("k", n)).unwrap().is_new());
+            if n % 50 == 0 {
+                log.maintain().unwrap();
+            }
+        }
+        is_armed.store(true, Ordering::SeqCst);
+        let other = sleeper.unwrap_or_else(|| options.open_on(dir).unwrap());
+        let others = other.filter("f", small()).unwrap();
+        let reads = || reads.load(Ordering::SeqCst);
+        assert!(
+            reads() > 0 && log.stats().segments_count > 5,
+            "{:?}",
+            log.stats()
+        );
+        for n in 0..reads() {
+            assert_eq!(
+                others.get(key("between", n)).unwrap(),
+                KeyState::Seen,
+                "{n}"
+            );
+        }
+        for n in 0..KEYS * 3 {
+            assert_eq!(others.get(key("k", n)).unwrap(), KeyState::Seen, "{n}");
+        }
+        assert!(others.observe("own").unwrap().is_new());
+        assert!(!filter.observe("own").unwrap().is_new());
+    }
+}
+
+/// By real time, so that a wait ends.
+fn waiting() -> Options {
+    let options = options(&clock()).turn_timeout(Duration::from_millis(300));
+    options.clock(Arc::new(idemlog::testing::SystemClock))
+}
+
+/// Without the turn nothing can be read where the one who told died in it: with the turn, then.
+#[test]
+fn a_join_behind_one_who_died_telling_takes_the_turn() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let a = Member::open(&disk, &clock);
+    for n in 0..KEYS {
+        assert!(a.filter.observe(key("k", n)).unwrap().is_new());
+    }
+    // Half of the cell that says where the log ends.
+    let mut torn = disk.read_file("SHARED").unwrap();
+    torn[70] ^= 1;
+    disk.write_file("SHARED", torn);
+    let b = Member::open(&disk, &clock);
+    for n in 0..KEYS {
+        assert!(!b.filter.observe(key("k", n)).unwrap().is_new(), "{n}");
+    }
+    assert!(b.filter.observe("own").unwrap().is_new());
+    assert!(!a.filter.observe("own").unwrap().is_new());
 }

@@ -16,11 +16,15 @@ type LockHook = Arc<dyn Fn(&str, LockMode, bool) + Send + Sync>;
 /// Changes what [`File::holds`] answers.
 type HoldsHook = Arc<dyn Fn(Option<bool>) -> io::Result<Option<bool>> + Send + Sync>;
 
+/// Told of each read before it is done: of which file, and how many bytes.
+type ReadHook = Arc<dyn Fn(&str, usize) + Send + Sync>;
+
 /// A directory with hooks.
 #[derive(Clone)]
 pub struct Rigged {
     inner: Arc<dyn Dir>,
     hook: Hook,
+    reading: ReadHook,
     locked: LockHook,
     holds: HoldsHook,
 }
@@ -33,9 +37,15 @@ impl Rigged {
         Rigged {
             inner,
             hook: Arc::new(hook),
+            reading: Arc::new(|_, _| ()),
             locked: Arc::new(|_, _, _| ()),
             holds: Arc::new(Ok),
         }
+    }
+
+    pub fn on_read(mut self, told: impl Fn(&str, usize) + Send + Sync + 'static) -> Self {
+        self.reading = Arc::new(told);
+        self
     }
 
     pub fn on_lock(mut self, told: impl Fn(&str, LockMode, bool) + Send + Sync + 'static) -> Self {
@@ -78,6 +88,7 @@ impl Dir for Rigged {
             inner: self.inner.open(name, access)?,
             name: name.to_owned(),
             hook: Arc::clone(&self.hook),
+            reading: Arc::clone(&self.reading),
             holds: Arc::clone(&self.holds),
         }))
     }
@@ -149,6 +160,7 @@ struct RiggedFile {
     inner: Arc<dyn File>,
     name: String,
     hook: Hook,
+    reading: ReadHook,
     holds: HoldsHook,
 }
 
@@ -160,6 +172,7 @@ impl std::fmt::Debug for RiggedFile {
 
 impl File for RiggedFile {
     fn read_at(&self, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+        (self.reading)(&self.name, buf.len());
         self.inner.read_at(buf, offset)
     }
 
