@@ -231,6 +231,9 @@ impl Engine {
         extract: impl Fn(&Record<'_>) -> T,
     ) -> Result<Located<T>> {
         self.refresh()?;
+        if self.reader.is_none() {
+            return self.locate_known(wanted, extract);
+        }
         self.read_again(|| self.locate_known(wanted, &extract))
     }
 
@@ -241,33 +244,7 @@ impl Engine {
         extract: impl Fn(&Record<'_>) -> T,
     ) -> Result<Located<T>> {
         self.check_home()?;
-        let mut located = {
-            let core = self.core();
-            let (mut located, in_file) = self.locate_active(&core, wanted, &extract)?;
-            if located.hit.is_some() {
-                return Ok(located);
-            }
-            drop(core);
-            if let Some(segment) = in_file {
-                located.hit =
-                    self.read_candidates(&segment, &located.candidates, wanted, &extract)?;
-            }
-            located
-        };
-        if located.hit.is_none() {
-            located.hit = self.search_view(&located.view, wanted, &extract)?;
-        }
-        Ok(located)
-    }
-
-    /// Searches the part of the active segment that is in memory. Returns the segment if some
-    /// candidates must be read from its file, which is done without the lock.
-    fn locate_active<T>(
-        &self,
-        core: &Core,
-        wanted: Wanted<'_>,
-        extract: &impl Fn(&Record<'_>) -> T,
-    ) -> Result<(Located<T>, Option<Arc<SegmentFile>>)> {
+        let core = self.core();
         let mut located = Located {
             hit: None,
             view: Arc::clone(&core.view),
@@ -275,6 +252,31 @@ impl Engine {
             active: core.writer.segment.id,
             failures: FailureCount::new(core.failures),
         };
+        let in_file = self.locate_in_memory(&core, wanted, &mut located, &extract)?;
+        drop(core);
+        if let Some(segment) = in_file
+            && let Some(hit) =
+                self.read_candidates(&segment, &located.candidates, wanted, &extract)?
+        {
+            located.hit = Some(hit);
+        }
+        if located.hit.is_none()
+            && let Some(hit) = self.search_view(&located.view, wanted, &extract)?
+        {
+            located.hit = Some(hit);
+        }
+        Ok(located)
+    }
+
+    /// Searches the part of the active segment that is in memory. Returns the segment if some
+    /// candidates must be read from its file, which is done without the lock.
+    fn locate_in_memory<T>(
+        &self,
+        core: &Core,
+        wanted: Wanted<'_>,
+        located: &mut Located<T>,
+        extract: &impl Fn(&Record<'_>) -> T,
+    ) -> Result<Option<Arc<SegmentFile>>> {
         let mut in_file = false;
         for offset in &located.candidates {
             match self.read_image(core, wanted, *offset, extract)? {
@@ -282,11 +284,11 @@ impl Engine {
                 Some(None) => {}
                 Some(hit) => {
                     located.hit = hit;
-                    return Ok((located, None));
+                    return Ok(None);
                 }
             }
         }
-        Ok((located, in_file.then(|| Arc::clone(&core.writer.segment))))
+        Ok(in_file.then(|| Arc::clone(&core.writer.segment)))
     }
 
     fn read_candidates<T>(
@@ -316,9 +318,8 @@ impl Engine {
     ) -> Result<Option<Hit<T>>> {
         for frozen in view.frozen.iter().rev() {
             let offsets: Vec<u32> = frozen.table.candidates(wanted.h).collect();
-            let hit = self.read_candidates(&frozen.segment, &offsets, wanted, extract)?;
-            if hit.is_some() {
-                return Ok(hit);
+            if let Some(hit) = self.read_candidates(&frozen.segment, &offsets, wanted, extract)? {
+                return Ok(Some(hit));
             }
         }
         let mut places = PLACES.take();
@@ -349,24 +350,15 @@ impl Engine {
             places.clear();
             if let Err(why) = part.run.find(wanted.h, places) {
                 self.rebuild_soon(part);
-                let header = &part.run.header;
-                return Err(Error::new(
-                    ErrorKind::Damaged,
-                    format!(
-                        "index run is damaged and is being rebuilt: {}; segments={}..={}; \
-                         try again",
-                        why.0, header.lo, header.hi
-                    ),
-                ));
+                return Err(self.damaged_run(part, why));
             }
             for (segment, offset) in places.iter() {
                 // An entry of a segment that was dropped out of the middle of a run.
                 let Some(segment) = view.segment(*segment) else {
                     continue;
                 };
-                let hit = self.read_candidates(segment, &[*offset], wanted, extract)?;
-                if hit.is_some() {
-                    return Ok(hit);
+                if let Some(hit) = self.read_candidates(segment, &[*offset], wanted, extract)? {
+                    return Ok(Some(hit));
                 }
             }
         }
@@ -378,6 +370,21 @@ impl Engine {
     fn rebuild_soon(&self, part: &Part) {
         part.mark_damaged();
         self.background.wake();
+    }
+
+    #[cold]
+    fn damaged_run(&self, part: &Part, why: Malformed) -> Error {
+        let header = &part.run.header;
+        let rebuilds = if self.reader.is_some() {
+            "; whoever writes rebuilds it"
+        } else {
+            " and is being rebuilt"
+        };
+        let what = format!(
+            "index run is damaged{rebuilds}: {}; segments={}..={}; try again",
+            why.0, header.lo, header.hi
+        );
+        Error::new(ErrorKind::Damaged, what)
     }
 }
 
