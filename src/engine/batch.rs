@@ -200,8 +200,7 @@ impl Engine {
             let mut no_room = None;
             {
                 let mut core = self.turn().map_err(|e| written.error(e))?;
-                let checked = self.check_writable(&core);
-                checked.map_err(|e| written.error(e))?;
+                self.check_writable(&core).map_err(|e| written.error(e))?;
                 let mut ahead = Ahead::new(pass);
                 for (index, (item, searched)) in (first..).zip(pass.iter_mut().zip(searched)) {
                     ahead.fetch_table(&core);
@@ -250,6 +249,7 @@ impl Engine {
             }
             written.end_pass();
             if let Some(room) = no_room {
+                drop(snapshot);
                 self.make_room(room).map_err(|e| written.error(e))?;
             }
         }

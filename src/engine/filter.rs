@@ -123,6 +123,8 @@ impl Filter {
                 One::Refused(error) => return Err(error),
                 One::NoRoom(room) => {
                     drop(core);
+                    // It may be the last to hold the table of a segment that is sealed now.
+                    drop(snapshot);
                     engine.make_room(room)?;
                 }
                 One::Observed {
@@ -233,6 +235,7 @@ impl Filter {
             }
             written.end_pass();
             if let Some(room) = no_room {
+                drop(snapshot);
                 engine.make_room(room).map_err(|e| written.error(e))?;
             }
         }

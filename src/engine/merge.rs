@@ -49,19 +49,25 @@ impl Engine {
                 gate
             }
         };
-        let view = {
-            let core = self.core();
-            if !self.may_maintain(&core) {
+        let (inputs, plan, live) = {
+            let view = {
+                let core = self.core();
+                if !self.may_maintain(&core) {
+                    return Ok(false);
+                }
+                Arc::clone(&core.view)
+            };
+            let Some(inputs) = choose(&view, self.options.segment_bytes) else {
                 return Ok(false);
-            }
-            Arc::clone(&core.view)
+            };
+            let plan = self.plan_merge(&view, &inputs);
+            // Not the view itself: it would hold the table of a segment that is sealed meanwhile.
+            let live = view.sealed.range(plan.lo..=plan.hi).map(|(id, _)| *id);
+            let live: Vec<u64> = live.collect();
+            (inputs, plan, live)
         };
-        let Some(inputs) = choose(&view, self.options.segment_bytes) else {
-            return Ok(false);
-        };
-        let plan = self.plan_merge(&view, &inputs);
         let runs: Vec<&Run> = inputs.iter().map(|part| &part.run).collect();
-        let is_live = |segment: u64| view.sealed.contains_key(&segment);
+        let is_live = |segment: u64| live.binary_search(&segment).is_ok();
         let installed = install(self.dir.as_ref(), &plan, |write| {
             merge(&plan, &runs, is_live, |to, bytes, at| {
                 // A close waits for one chunk, not for the whole merge.

@@ -336,8 +336,12 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::index::active::counted;
     use crate::vfs::sim::SimDisk;
-    use crate::{DedupLog, Filter, NamespaceOptions, Options};
+    use crate::{
+        ClaimOptions, CommitVerdict, DedupLog, Durability, Filter, NamespaceOptions, Options,
+        Repeatable, ZeroFill,
+    };
 
     const KEYS: u32 = 300;
 
@@ -377,5 +381,54 @@ mod tests {
         });
         drop(held);
         assert!(a.stats().segments_count > 5, "{:?}", a.stats());
+    }
+
+    /// Story: whoever found its segment full still held the view with the table before it, which
+    /// was sealed now, while the next one was made.
+    #[test]
+    fn there_are_two_tables_at_most_whoever_fills_segments() {
+        let options = Options::new().segment_bytes(8192).background(false);
+        let options = options.zero_fill(ZeroFill::Never);
+        let log = options.durability(Durability::Buffered);
+        let log = log.open_on(SimDisk::memory().dir()).unwrap();
+        let filter = log.filter("f", NamespaceOptions::new()).unwrap();
+        let small = NamespaceOptions::new().outcome_bytes_max(0);
+        let jobs = log.namespace::<Repeatable>("j", small).unwrap();
+        let seals = || log.stats().seals_count;
+        let keys =
+            |first: u64| -> Vec<[u8; 8]> { (first..).take(2000).map(u64::to_le_bytes).collect() };
+        counted::take_most();
+        let mut most = Vec::new();
+        let mut check = |what: &'static str, fill: &dyn Fn()| {
+            let before = seals();
+            fill();
+            assert!(seals() > before + 2, "{what}");
+            most.push((what, counted::take_most()));
+        };
+        check("one", &|| {
+            for key in keys(0) {
+                assert!(filter.observe(key).unwrap().is_new());
+            }
+        });
+        check("many", &|| {
+            filter.observe_many(&keys(10_000)).unwrap();
+        });
+        check("forget", &|| {
+            for key in keys(0) {
+                assert!(filter.forget(key).unwrap().is_applied());
+            }
+        });
+        check("claims", &|| {
+            let options = ClaimOptions::new();
+            for some in keys(0).chunks(50) {
+                for claim in jobs.claim_many(some, &options).unwrap() {
+                    let mut claim = claim.unwrap().claim().unwrap();
+                    let committed = claim.commit(b"").unwrap();
+                    assert!(matches!(committed, CommitVerdict::Committed { .. }));
+                }
+            }
+        });
+        let two = ["one", "many", "forget", "claims"].map(|what| (what, 2));
+        assert_eq!(most, two);
     }
 }

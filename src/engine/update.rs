@@ -167,7 +167,11 @@ impl Engine {
             match attempt {
                 Attempt::Again => {}
                 Attempt::InFile => in_file = true,
-                Attempt::NoRoom(room) => self.make_room(room)?,
+                Attempt::NoRoom(room) => {
+                    // It may be the last to hold the table of a segment that is sealed now.
+                    drop(snapshot);
+                    self.make_room(room)?;
+                }
                 Attempt::Done {
                     decided,
                     end,

@@ -5,6 +5,8 @@
 //! empty, because no record starts at offset 0. Keys are not removed: a later record of a key
 //! takes over its slot.
 
+use std::ops::Range;
+
 use crate::format::run::HASH_BITS;
 use crate::vfs::words::{Word, Words};
 
@@ -12,14 +14,14 @@ const OFFSET_BITS: u32 = 23;
 const OFFSET_MASK: u64 = (1 << OFFSET_BITS) - 1;
 const TAG_BITS: u32 = 64 - OFFSET_BITS;
 const PART_BITS: u32 = HASH_BITS - TAG_BITS;
-const PARTS: usize = 1 << PART_BITS;
+pub(crate) const PARTS: usize = 1 << PART_BITS;
 /// The smallest record that has a key: a 16-byte header, a key of 1 to 8 bytes.
 const RECORD_BYTES_MIN: u64 = 24;
 
 const _: () = assert!(PARTS == 8);
 
 /// See the module's description.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct ActiveTable {
     slots: Words,
     /// Slots of one part, as a power of two.
@@ -27,6 +29,8 @@ pub(crate) struct ActiveTable {
     counts: [usize; PARTS],
     /// The largest of the counts.
     most: usize,
+    #[cfg(test)]
+    _counted: counted::Counted,
 }
 
 /// What undoes one change of the table.
@@ -46,6 +50,8 @@ impl ActiveTable {
             part_slot_bits,
             counts: [0; PARTS],
             most: 0,
+            #[cfg(test)]
+            _counted: counted::Counted::new(),
         }
     }
 
@@ -149,9 +155,15 @@ impl ActiveTable {
 
     /// Returns all entries as (h, offset), ascending, without a list of them all.
     pub(crate) fn ascending(&self) -> Ascending<'_> {
+        self.ascending_in(0..PARTS)
+    }
+
+    /// Returns the entries of these parts, of which each is all less than the next.
+    pub(crate) fn ascending_in(&self, parts: Range<usize>) -> Ascending<'_> {
         Ascending {
             table: self,
-            part: 0,
+            part: parts.start,
+            end: parts.end.min(PARTS),
             index: 0,
             cluster: Vec::new(),
             next: 0,
@@ -261,6 +273,8 @@ impl Iterator for Candidates<'_> {
 pub(crate) struct Ascending<'a> {
     table: &'a ActiveTable,
     part: usize,
+    /// The part behind the last.
+    end: usize,
     /// Where in the part the next cluster is looked for.
     index: usize,
     cluster: Vec<u64>,
@@ -274,7 +288,7 @@ impl Ascending<'_> {
         self.cluster.clear();
         self.next = 0;
         while self.cluster.is_empty() {
-            if self.part >= PARTS {
+            if self.part >= self.end {
                 return None;
             }
             let slots = self.table.part(self.part);
@@ -314,6 +328,42 @@ impl Iterator for Ascending<'_> {
         self.next += 1;
         let part = (self.part as u64) << TAG_BITS;
         Some((part | slot >> OFFSET_BITS, to_offset(*slot)))
+    }
+}
+
+/// How many tables there are: each is the largest that a store has in memory.
+#[cfg(test)]
+pub(crate) mod counted {
+    use std::cell::Cell;
+
+    thread_local! {
+        /// Those of this thread, now and at most.
+        static TABLES: Cell<(usize, usize)> = const { Cell::new((0, 0)) };
+    }
+
+    #[derive(Debug)]
+    pub(super) struct Counted;
+
+    impl Counted {
+        pub(super) fn new() -> Self {
+            let (now, most) = TABLES.get();
+            TABLES.set((now + 1, most.max(now + 1)));
+            Counted
+        }
+    }
+
+    impl Drop for Counted {
+        fn drop(&mut self) {
+            let (now, most) = TABLES.get();
+            TABLES.set((now.saturating_sub(1), most));
+        }
+    }
+
+    /// Returns how many there were at most since the last call.
+    pub(crate) fn take_most() -> usize {
+        let (now, most) = TABLES.get();
+        TABLES.set((now, now));
+        most
     }
 }
 
