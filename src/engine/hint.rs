@@ -65,7 +65,8 @@ impl Engine {
     }
 
     /// Copies the table one part at a time, so that nobody waits for the copy of a whole one. Where
-    /// the log has gone on meanwhile, so has the table: then there is no hint.
+    /// the log has gone on meanwhile, so has the table: then there is no hint, and not the end of
+    /// one, with its checksum, on the disk either.
     fn store_hint(&self, hint: &Hint, entries_count: usize) {
         let end = Position::new(hint.segment, hint.end);
         let is_stale = Cell::new(false);
@@ -80,9 +81,14 @@ impl Engine {
         let write = || {
             remove_if_there(dir, &name)?;
             let file = dir.open(&name, Access::Create)?;
-            hint.stream(entries_count, entries, |bytes, at| file.write_at(bytes, at))
+            hint.stream(entries_count, entries, |bytes, at| {
+                if is_stale.get() {
+                    return Err(std::io::ErrorKind::Interrupted.into());
+                }
+                file.write_at(bytes, at)
+            })
         };
-        if write().is_err() || is_stale.get() {
+        if write().is_err() {
             remove_if_there(dir, &name).unwrap_or_default();
         }
     }
@@ -152,7 +158,7 @@ fn ends_a_frame(hint: &Hint, segment: &SegmentFile, image: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::vfs::sim::SimDisk;
+    use crate::vfs::sim::{Fault, FaultKind, Op, SimDisk};
     use crate::{NamespaceOptions, Options};
 
     #[test]
@@ -178,5 +184,12 @@ mod tests {
         assert_eq!(filter.observe_many(rest).unwrap().len(), 100);
         engine.store_hint(&hint, count);
         assert_eq!(disk.read_file(&name), None);
+        // Nor is there one if it dies before it has removed what it has written.
+        disk.fail(Fault::sticky(disk.steps(), FaultKind::Io).only(Op::Unlink));
+        engine.store_hint(&hint, count);
+        assert!(
+            disk.read_file(&name)
+                .is_none_or(|file| Hint::decode(&file).is_err())
+        );
     }
 }
