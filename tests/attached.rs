@@ -1,16 +1,19 @@
 //! What commits with a key: cells, watermarks, outbox entries, and several claims at once.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use idemlog::testing::ManualClock;
-use idemlog::testing::sim::{Fault, FaultKind, PowerCut, SimDisk};
+use idemlog::testing::sim::{Fault, FaultKind, Op, PowerCut, SimDisk};
 use idemlog::{
-    CellVerdict, Cells, Claim, Commit, CommitAll, CommitAllVerdict, CommitVerdict, DedupLog,
-    Dispatched, Dispatcher, Durability, EffectClass, ErrorKind, Expected, Filter, Internal,
-    KeyState, Namespace, NamespaceKind, NamespaceOptions, NonRepeatable, Options, Outbox,
+    Applied, CellVerdict, Cells, Claim, Commit, CommitAll, CommitAllVerdict, CommitVerdict,
+    DedupLog, Dispatched, Dispatcher, Durability, EffectClass, ErrorKind, Expected, Filter,
+    Internal, KeyState, Namespace, NamespaceKind, NamespaceOptions, NonRepeatable, Options, Outbox,
     OutboxEntry, Outcome, Repeatable, Reset, Sequenced, Stamp, WatermarkOptions, Watermarks,
 };
+
+use crate::support::rigged::rigged;
 
 const START_MS: u64 = 1_700_000_000_000;
 const HOUR: Duration = Duration::from_secs(3600);
@@ -980,6 +983,59 @@ fn an_entry_that_was_leased_survives_a_power_cut() {
         assert_eq!(desk.payloads(9), ["mail"]);
         assert!(matches!(desk.jobs.get("k").unwrap(), KeyState::Done(_)));
     }
+}
+
+/// Story: an acknowledgement waited for another one's flush, and was not written yet, when
+/// somebody looked at the entry: it was gone, and its queue had it no more. Then the write failed
+/// and the acknowledgement was taken back.
+#[test]
+fn an_entry_whose_acknowledgement_is_taken_back_is_leased_again() {
+    let [is_held, is_failing, is_flushing] = [false; 3].map(|no| Arc::new(AtomicBool::new(no)));
+    let (disk, clock) = (SimDisk::new(), clock());
+    let dir = {
+        let [is_held, is_failing, is_flushing] =
+            [&is_held, &is_failing, &is_flushing].map(Arc::clone);
+        rigged(disk.dir(), move |op, name| {
+            let is_log = name.starts_with("seg-");
+            if op == Op::Sync && is_log {
+                is_flushing.store(true, Ordering::SeqCst);
+                while is_held.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+            }
+            if op == Op::Write && is_log && is_failing.swap(false, Ordering::SeqCst) {
+                is_held.store(false, Ordering::SeqCst);
+                return Err(std::io::ErrorKind::StorageFull.into());
+            }
+            Ok(())
+        })
+    };
+    let desk = Desk::of(options(&clock).open_on(dir).unwrap());
+    desk.done("k", Commit::new("").publish(&desk.outbox, "mail"));
+    let leased = desk.outbox.lease(1).unwrap().remove(0);
+    clock.advance_ms(61_000);
+    is_held.store(true, Ordering::SeqCst);
+    is_flushing.store(false, Ordering::SeqCst);
+    std::thread::scope(|scope| {
+        let flushing = scope.spawn(|| desk.filter.observe("other").unwrap());
+        while !is_flushing.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
+        let before = desk.log.stats().records_count;
+        let acknowledged = scope.spawn(|| desk.outbox.ack(&leased));
+        while desk.log.stats().records_count == before {
+            std::thread::yield_now();
+        }
+        is_failing.store(true, Ordering::SeqCst);
+        assert!(desk.outbox.lease(1).unwrap().is_empty());
+        is_held.store(false, Ordering::SeqCst);
+        assert!(flushing.join().unwrap().is_new());
+        let error = acknowledged.join().unwrap().unwrap_err();
+        assert_eq!(error.applied(), Applied::No, "{error}");
+    });
+    assert!(!is_failing.load(Ordering::SeqCst));
+    clock.advance_ms(61_000);
+    assert_eq!(desk.payloads(9), ["mail"]);
 }
 
 /// What is read of a cell and of a source is as durable as their namespaces say.

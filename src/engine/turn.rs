@@ -278,3 +278,38 @@ impl Engine {
         Err(self.wait_error(WaitError::Poisoned))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::format::record::{Kind, Record};
+    use crate::vfs::sim::SimDisk;
+    use crate::{NamespaceOptions, Observed, Options};
+
+    /// Whoever appends and gives up before the write has told nobody; but where another process
+    /// appends behind that, it must not be overwritten or run over.
+    #[test]
+    fn what_was_appended_is_written_when_the_turn_ends() {
+        let disk = SimDisk::new();
+        let open = || {
+            let options = Options::new().shared(true).background(false);
+            let log = options.durability(Durability::Process);
+            log.open_on(disk.process().dir()).unwrap()
+        };
+        let (a, b) = (open(), open());
+        let filter = b.filter("f", NamespaceOptions::new()).unwrap();
+        let engine = &a.handle.engine;
+        {
+            let mut turn = engine.turn().unwrap();
+            let record = Record::new(Kind::Seen, 1, b"left");
+            let h = engine.hash.hash(1, b"left");
+            engine.append(&mut turn, &record, h, None, None);
+        }
+        assert_eq!(filter.observe("left").unwrap(), Observed::Duplicate);
+        assert_eq!(filter.observe("next").unwrap(), Observed::New);
+        let filter = a.filter("f", NamespaceOptions::new()).unwrap();
+        for key in ["left", "next"] {
+            assert_eq!(filter.observe(key).unwrap(), Observed::Duplicate);
+        }
+    }
+}
