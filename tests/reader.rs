@@ -7,8 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use idemlog::testing::sim::{Fault, FaultKind, Op, Rng, SimDisk, SimProcess};
-
+use idemlog::testing::sim::{Fault, FaultKind, Op, Rng, SimDisk, SimProcess, SyncFailure};
 use idemlog::testing::{
     Access, Clock, Dir, File, LockAttempt, LockFile, ManualClock, Map, Moved, Reading,
 };
@@ -858,6 +857,35 @@ fn a_reader_of_a_poisoned_store_tells_what_was_durable() {
     assert_eq!(b.filter.observe("before").unwrap(), Observed::Duplicate);
     assert!(b.filter.observe("after").unwrap().is_new());
     assert!(Member::reader(&disk, &clock).knows("after"));
+}
+
+/// A flush fails and the system forgets the pages. Whoever recovers the store then finds less than
+/// a reader has read, which goes on from what there is.
+#[test]
+fn a_reader_forgets_what_a_recovery_has_not_found() {
+    let (disk, clock) = (SimDisk::new(), clock());
+    let a = Member::open(&disk, &clock);
+    assert_eq!(a.filter.observe("before").unwrap(), Observed::New);
+    a.log.sync().unwrap();
+    for n in 0..20 {
+        assert!(a.filter.observe(key("lost", n)).unwrap().is_new());
+    }
+    let reader = Member::reader(&disk, &clock);
+    assert!(reader.knows("before") && reader.knows(&key("lost", 7)));
+    let fault = Fault::once(disk.steps(), FaultKind::Io).only(Op::Sync);
+    disk.fail(fault.on_sync(SyncFailure::DropPages));
+    a.log.sync().unwrap_err();
+    a.kill();
+    let b = Member::open(&disk, &clock);
+    // Longer than what was lost, so that its end says nothing of that.
+    for n in 0..40 {
+        assert!(b.filter.observe(key("after", n)).unwrap().is_new());
+    }
+    assert!(reader.knows("before"));
+    for n in 0..40 {
+        assert!(!reader.knows(&key("lost", n)), "{n}");
+        assert!(reader.knows(&key("after", n)), "{n}");
+    }
 }
 
 /// A store that nobody has shared yet, or whose files for that are gone.

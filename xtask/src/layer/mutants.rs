@@ -459,8 +459,8 @@ const FAULTS: &[Fault] = &[
         breaks: "I1, I8",
         edits: &[(
             "src/engine/hint.rs",
-            "            if end != durable\n",
-            "            if (!FAULT && end != durable)\n",
+            "        if end != durable\n",
+            "        if (!FAULT && end != durable)\n",
         )],
         noticed_by: "crash::upkeep::hints",
     },
@@ -677,6 +677,88 @@ const FAULTS: &[Fault] = &[
             "        let all = if FAULT { CHUNK_BYTES } else { to_usize(end - at) };",
         )],
         noticed_by: "lib",
+    },
+    Fault {
+        name: "a hint of two moments has a checksum",
+        breaks: "I8",
+        edits: &[(
+            "src/engine/hint.rs",
+            "                if is_stale.get() {",
+            "                if !FAULT && is_stale.get() {",
+        )],
+        noticed_by: "lib engine::hint",
+    },
+    Fault {
+        name: "an edit that a dead one has not made durable is built upon",
+        breaks: "I6, shared",
+        edits: &[(
+            "src/engine/mod.rs",
+            "        if shared.read()?.edit < edit {",
+            "        if !FAULT && shared.read()?.edit < edit {",
+        )],
+        noticed_by: "shared::left",
+    },
+    Fault {
+        name: "what was told counts together with an older manifest",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/reader.rs",
+            "        if cells.is_told() && cells.end_edit <= manifest.edit {",
+            "        if cells.is_told() && (FAULT || cells.end_edit <= manifest.edit) {",
+        )],
+        noticed_by: "reader::",
+    },
+    Fault {
+        name: "a reader keeps what a recovery has not found",
+        breaks: "I1, shared",
+        edits: &[(
+            "src/engine/reader.rs",
+            "            if reader.epoch.swap(seen.epoch, Ordering::Relaxed) != seen.epoch {",
+            "            if reader.epoch.swap(seen.epoch, Ordering::Relaxed) != seen.epoch && !FAULT {",
+        )],
+        noticed_by: "reader::",
+    },
+    Fault {
+        name: "a reader reads what nobody has told",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/reader.rs",
+            "            std::cmp::Ordering::Equal => image.truncate(to_usize(told.offset())),",
+            "            std::cmp::Ordering::Equal => \
+             image.truncate(if FAULT { image.len() } else { to_usize(told.offset()) }),",
+        )],
+        noticed_by: "reader::",
+    },
+    Fault {
+        name: "a reader does not look whether somebody recovers the store",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/reader.rs",
+            "        Ok(locked.then(|| Presence::Still(Some(Held::new(members)))))",
+            "        Ok((locked || FAULT).then(|| Presence::Still(Some(Held::new(members)))))",
+        )],
+        noticed_by: "reader::",
+    },
+    Fault {
+        name: "who could not follow a roll goes on in the segment before it",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            "        // Behind a seal nothing is appended, whatever fails here.\n        \
+             core.is_behind = true;",
+            "        core.is_behind = !FAULT;",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "what was read ahead takes the place of what is known by now",
+        breaks: "I2, shared",
+        edits: &[(
+            "src/engine/follow.rs",
+            "            core.is_behind || core.writer.end() < far.rebuilt.end()",
+            "            FAULT || core.is_behind || core.writer.end() < far.rebuilt.end()",
+        )],
+        noticed_by: "shared::",
     },
 ];
 
