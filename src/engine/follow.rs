@@ -209,10 +209,7 @@ impl Engine {
         let all = to_usize(end - at);
         // Some frames are larger than what is read at once.
         for wanted in [all.min(CHUNK_BYTES), all] {
-            let mut bytes = vec![0; wanted];
-            let file = segment.file().map_err(failed)?;
-            let got = file.read_at(&mut bytes, u64::from(at)).map_err(failed)?;
-            bytes.truncate(got);
+            let bytes = segment.bytes_at(at, wanted).map_err(failed)?;
             let piece = self.read_piece(core, &bytes, at);
             check_known(&segment, &piece)?;
             if piece.end > at {
@@ -400,10 +397,7 @@ impl Engine {
         let room = to_usize(segment.bytes - at);
         let mut wanted = (to_usize(known) + PROBE_BYTES).min(CHUNK_BYTES).min(room);
         loop {
-            let mut bytes = vec![0; wanted];
-            let file = segment.file().map_err(failed)?;
-            let got = file.read_at(&mut bytes, u64::from(at)).map_err(failed)?;
-            bytes.truncate(got);
+            let bytes = segment.bytes_at(at, wanted).map_err(failed)?;
             let piece = self.read_piece(core, &bytes, at);
             check_known(&segment, &piece)?;
             if piece.end > at {

@@ -17,7 +17,7 @@ use crate::format::manifest::{Manifest, SealedEntry};
 use crate::format::names::FileName;
 use crate::format::record::{FLAG_CARRIED, Record};
 use crate::format::segment::{SEGMENT_HEADER_BYTES, SegmentHeader};
-use crate::format::{StoreId, to_u32, to_usize};
+use crate::format::{StoreId, to_u32, to_usize, used_len};
 use crate::log::replay::{Item, Replay, proven_behind};
 use crate::log::salvage::{Salvage, Stretch};
 use crate::options::{SEGMENT_BYTES_MAX, SEGMENT_BYTES_MIN};
@@ -475,7 +475,7 @@ fn lost_to(source: &Source, image: &Image, end: &End, at: u32) -> u32 {
         return source.bytes;
     }
     let behind = image.bytes.get(to_usize(at)..).unwrap_or_default();
-    let junk = behind.iter().rposition(|b| *b != 0).map_or(0, |n| n + 1);
+    let junk = used_len(behind);
     let proven = if end.proven.segment() == source.id {
         end.proven.offset()
     } else {

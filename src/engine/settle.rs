@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::format::manifest::{Manifest, SegmentEntry};
 use crate::format::names::FileName;
 use crate::format::segment::SegmentHeader;
-use crate::format::to_usize;
+use crate::format::{to_usize, used_len};
 use crate::log::replay::{Replay, proven_behind};
 use crate::log::segment::SegmentFile;
 use crate::options::SEGMENT_BYTES_MAX;
@@ -51,10 +51,7 @@ pub(super) fn settle_segment(
         std::cmp::Ordering::Equal => to_usize(proven.offset()).min(prefix.len()),
         std::cmp::Ordering::Greater => prefix.len(),
     };
-    let junk = behind
-        .iter()
-        .rposition(|b| *b != 0)
-        .map_or(0, |last| last + 1);
+    let junk = used_len(behind);
     let unproven = image.get(from..prefix.len() + junk).unwrap_or_default();
     if file.holds(unproven, from as u64).map_err(failed)? == Some(true) {
         if junk > 0 {

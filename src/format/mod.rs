@@ -33,7 +33,51 @@ pub(crate) fn to_u32(value: usize) -> u32 {
     u32::try_from(value).unwrap_or(u32::MAX)
 }
 
+/// Looked at together: the compiler uses wide registers for that.
+const ZEROS_BYTES: usize = 4096;
+
+/// Returns how many bytes there are up to the last one that is not zero.
+pub(crate) fn used_len(bytes: &[u8]) -> usize {
+    let is_zero = |chunk: &&[u8]| chunk.iter().fold(0, |all, byte| all | byte) == 0;
+    let chunks = bytes.rchunks(ZEROS_BYTES).take_while(is_zero);
+    let zeros: usize = chunks.map(<[u8]>::len).sum();
+    let rest = bytes.get(..bytes.len() - zeros).unwrap_or_default();
+    rest.iter()
+        .rposition(|byte| *byte != 0)
+        .map_or(0, |last| last + 1)
+}
+
 /// Converts a 32-bit length from disk to an index.
 pub(crate) fn to_usize(value: u32) -> usize {
     usize::try_from(value).unwrap_or(usize::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn zeros_at_the_end_are_not_used() {
+        for len in [
+            0,
+            1,
+            7,
+            ZEROS_BYTES - 1,
+            ZEROS_BYTES,
+            ZEROS_BYTES + 1,
+            3 * ZEROS_BYTES + 9,
+        ] {
+            let mut bytes = vec![0; len];
+            assert_eq!(used_len(&bytes), 0);
+            for last in [0, 1, len / 2, len.saturating_sub(1)] {
+                if let Some(byte) = bytes.get_mut(last) {
+                    *byte = 0x80;
+                    assert_eq!(used_len(&bytes), last + 1, "{len}");
+                    bytes[..last].fill(3);
+                    assert_eq!(used_len(&bytes), last + 1, "{len}");
+                    bytes.fill(0);
+                }
+            }
+        }
+    }
 }

@@ -5,7 +5,7 @@ use crate::format::record::{
     seed,
 };
 use crate::format::segment::SEGMENT_HEADER_BYTES;
-use crate::format::{Malformed, to_u32, to_usize};
+use crate::format::{Malformed, to_u32, to_usize, used_len};
 
 /// One valid frame, or one of the records that a group consists of.
 #[derive(Debug)]
@@ -138,11 +138,15 @@ impl<'a> Iterator for Replay<'a> {
 }
 
 /// Returns the furthest position that a sync mark behind `from` proves to have been durable;
-/// 0 if there is none. Linear in the size: only what looks like a mark is verified.
+/// 0 if there is none. Linear in the size: only what looks like a mark is verified, and nothing
+/// is looked for among the zeros at the end.
 pub(crate) fn proven_behind(bytes: &[u8], nonce: u32, from: u32) -> u64 {
     let mut proven = 0;
     let mut at = to_usize(from).next_multiple_of(ALIGN);
-    while let Some(rest) = bytes.get(at..).filter(|rest| rest.len() >= SYNC_MARK_BYTES) {
+    let used = at + used_len(bytes.get(at..).unwrap_or_default());
+    while let Some(rest) = bytes.get(at..).filter(|rest| rest.len() >= SYNC_MARK_BYTES)
+        && at < used
+    {
         if claimed_bytes(rest) == Some(SYNC_MARK_BYTES)
             && let Ok(frame) = Frame::verify(rest, seed(nonce, to_u32(at)))
             && let Ok(mark) = frame.sync_mark()

@@ -85,6 +85,14 @@ impl SegmentFile {
         Ok(self.map.get_or_init(|| map))
     }
 
+    /// Reads as many of these bytes as there are.
+    pub(crate) fn bytes_at(&self, offset: u32, len: usize) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        let got = self.file()?.read_at(&mut bytes, u64::from(offset))?;
+        bytes.truncate(got);
+        Ok(bytes)
+    }
+
     /// Reads and verifies the frame at this offset, and hands it to `take`.
     pub(crate) fn read<T>(
         &self,
