@@ -51,12 +51,6 @@ const PROBE_BYTES: usize = 64;
 /// How often the manifest is read again because a file that it lists is gone.
 pub(super) const TRIES_MAX: usize = 100;
 
-/// What was read without the turn, to start again from.
-pub(super) struct Far {
-    manifest: Manifest,
-    rebuilt: Rebuilt,
-}
-
 /// What the end of the log looks like.
 pub(super) enum Read {
     /// Whole frames, which were taken in.
@@ -248,46 +242,6 @@ impl Engine {
             return Ok(());
         }
         self.start_again(manifest, reach)
-    }
-
-    /// Says, with the turn held, whether there is so much to be read that the others should not
-    /// wait for it.
-    pub(super) fn is_far(&self, cells: &SharedCells) -> Result<bool> {
-        let (is_edited, active) = {
-            let core = self.core();
-            if core.is_behind {
-                return Ok(true);
-            }
-            (core.edit_seen < cells.edit, core.writer.segment.id)
-        };
-        if !is_edited || Position::from_u64(cells.end).segment() == active {
-            return Ok(false);
-        }
-        Ok(!goes_on_from(&self.read_listed()?, active))
-    }
-
-    /// Reads everything as far as was told, without the turn (D). What goes wrong is left to the
-    /// turn.
-    pub(super) fn read_far(&self, shared: &Shared) -> Option<Far> {
-        let manifest = self.read_listed().ok()?;
-        let reach = Reach::of(&shared.read().ok()?, &manifest, false)?;
-        let view = self.core().view.clone();
-        let (hash, options) = (&self.hash, &self.options);
-        let rebuilt = Rebuilt::of(&self.dir, &manifest, hash, options, &view, reach).ok()?;
-        Some(Far { manifest, rebuilt })
-    }
-
-    /// Starts again, with the turn held, from what was read without it, unless as much is known by
-    /// now.
-    pub(super) fn start_from_far(&self, far: Far) -> Result<()> {
-        let is_needed = {
-            let core = self.core();
-            core.is_behind || core.writer.end() < far.rebuilt.end()
-        };
-        if is_needed {
-            self.start_from(&far.manifest, far.rebuilt)?;
-        }
-        Ok(())
     }
 
     /// Opens the segments that come behind the active one.
@@ -604,10 +558,6 @@ impl Engine {
     pub(super) fn start_again(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
         let view = self.core().view.clone();
         let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view, reach)?;
-        self.start_from(manifest, rebuilt)
-    }
-
-    fn start_from(&self, manifest: &Manifest, rebuilt: Rebuilt) -> Result<()> {
         let granted: BTreeMap<u64, UnsettledEntry> = self.core().unsettled.clone();
         let listed = {
             let mut core = self.core();

@@ -36,6 +36,7 @@ impl Engine {
         let mut core = self.core();
         let end = core.writer.end();
         if end != durable
+            || core.is_behind
             || core.table.count() < self.options.hint_entries_min
             || !core.is_hint_due()
         {
@@ -72,7 +73,7 @@ impl Engine {
         let is_stale = Cell::new(false);
         let entries = (0..PARTS).flat_map(|part| {
             let core = self.core();
-            is_stale.set(is_stale.get() || core.writer.end() != end);
+            is_stale.set(is_stale.get() || core.is_behind || core.writer.end() != end);
             let entries = core.table.ascending_in(part..part + 1);
             entries.collect::<Vec<_>>()
         });

@@ -312,7 +312,7 @@ impl<C: EffectClass> Intake<C> {
         // Nothing is carried over meanwhile.
         let _one_at_a_time = engine.maintenance()?;
         let positions: Vec<Position> = {
-            let mut core = engine.core();
+            let mut core = engine.turn()?;
             let Some(entries) = core.outboxes.get_mut(&queue.id) else {
                 return Ok(());
             };
@@ -331,7 +331,7 @@ impl<C: EffectClass> Intake<C> {
             };
             if let Some((_, _, key)) = parse_entry_key(&own_key) {
                 let owed_bytes = engine.owed_by_job(&self.jobs.space, &key, &own_key);
-                engine.core().set_owed(position, to_u32(owed_bytes));
+                engine.turn()?.set_owed(position, to_u32(owed_bytes));
             }
         }
         Ok(())

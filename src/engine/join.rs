@@ -387,8 +387,8 @@ fn join(dir: &Arc<dyn Dir>, locks: &Locks, in_place: bool, options: Options) -> 
 }
 
 /// Reads the store as the manifest lists it, and says what of it was durable; again if a file that
-/// it lists is gone because it was replaced meanwhile. As far as was told, which needs no turn; if
-/// who told it died in the middle of telling, with the turn held.
+/// it lists is gone because it was replaced meanwhile. As far as was told, which needs no turn: the
+/// others go on. If who told it died in the middle of telling, with the turn held.
 fn rebuild(
     dir: &Arc<dyn Dir>,
     shared: &Shared,
@@ -489,8 +489,11 @@ impl Engine {
         if !shared.is_last()? {
             return Ok(());
         }
-        self.follow(&shared.read()?)?;
         let (segment, frozen, end) = {
+            // Another thread may be following still, which has found the store open.
+            let end_ms = shared.end_ms(self.clock());
+            let _turn = shared.gate(GateName::Turn, self.clock(), end_ms)?;
+            self.follow(&shared.read()?)?;
             let core = self.core();
             let segment = Arc::clone(&core.writer.segment);
             (segment, core.view.frozen.clone(), core.writer.end())
@@ -646,11 +649,6 @@ impl Rebuilt {
             stamp,
             replayed_count: report.replayed_count,
         })
-    }
-
-    /// Returns the end of the log as far as it was read.
-    pub(super) fn end(&self) -> Position {
-        Position::new(self.active.id, self.end)
     }
 
     /// Makes an empty core for this store.

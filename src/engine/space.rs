@@ -194,7 +194,7 @@ impl Engine {
         self.check_whole()?;
         let one_at_a_time = self.maintenance()?;
         let id = {
-            let core = self.core();
+            let core = self.turn()?;
             self.check_writable(&core)?;
             let found = core
                 .namespaces

@@ -166,7 +166,7 @@ impl Engine {
         let behind = ..Position::new(last + 1, 0).get();
         // Where most of the sealed log is kept anyway, eviction would only move it. No segment is
         // passed over for a later one: that one may hide what is in it.
-        if self.core().unsettled.range(behind).count() > kept_max {
+        if self.turn()?.unsettled.range(behind).count() > kept_max {
             return Ok(false);
         }
         self.carry_over(upkeep, sealed, Carry::Unsettled)?;
@@ -185,8 +185,9 @@ impl Engine {
             Carry::Unsettled => {
                 let id = sealed.segment.id;
                 let range = Position::new(id, 0).get()..Position::new(id + 1, 0).get();
+                // With the turn: who starts again from the runs forgets all of them for a moment.
                 let positions: Vec<u64> = self
-                    .core()
+                    .turn()?
                     .unsettled
                     .range(range)
                     .map(|(at, _)| *at)
@@ -506,7 +507,15 @@ mod tests {
     const RETENTION: Duration = Duration::from_secs(60);
 
     fn open(disk: &SimDisk, clock: &Arc<ManualClock>) -> (DedupLog, Namespace<Repeatable>) {
-        let log = Options::new()
+        open_with(disk, clock, Options::new())
+    }
+
+    fn open_with(
+        disk: &SimDisk,
+        clock: &Arc<ManualClock>,
+        options: Options,
+    ) -> (DedupLog, Namespace<Repeatable>) {
+        let log = options
             .background(false)
             .segment_bytes(8192)
             .zero_fill(ZeroFill::Never)
@@ -554,6 +563,36 @@ mod tests {
             assert!(filter.observe_with(key, &buffered).unwrap().is_new());
         }
         log.maintain().unwrap();
+    }
+
+    /// Whoever could not follow starts again from the runs, and forgets what is unsettled for a
+    /// moment: nothing is listed to be carried over in that.
+    #[test]
+    fn what_is_carried_over_is_listed_behind_a_restart() {
+        let (disk, clock) = (
+            SimDisk::new(),
+            Arc::new(ManualClock::new(1_700_000_000_000)),
+        );
+        let (log, jobs) = open_with(&disk, &clock, Options::new().shared(true));
+        let claim = jobs.claim("k").unwrap();
+        assert!(matches!(claim, ClaimVerdict::New(_)));
+        fill(&log);
+        let engine = &log.handle.engine;
+        let mut upkeep = engine.maintenance().unwrap();
+        let view = engine.core().view.clone();
+        let (_, sealed) = view.sealed.first_key_value().unwrap();
+        {
+            let mut core = engine.core();
+            core.is_behind = true;
+            core.unsettled.clear();
+            core.owed_bytes = 0;
+        }
+        engine
+            .carry_over(&mut upkeep, sealed, Carry::Unsettled)
+            .unwrap();
+        assert_eq!(engine.counters.carried.get(), 1);
+        drop(upkeep);
+        assert!(matches!(jobs.get("k").unwrap(), KeyState::Pending { .. }));
     }
 
     /// Story: a claim lay in a segment that was due, and its commit was appended, so it was not

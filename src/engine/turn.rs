@@ -8,7 +8,7 @@ use super::core::Core;
 use super::reader::{Reader, Reading};
 use super::shared::{Flush, Held, Shared};
 use crate::error::{Error, Result};
-use crate::format::shared::{Cell, SharedCells};
+use crate::format::shared::Cell;
 use crate::format::to_usize;
 use crate::log::segment::SegmentFile;
 use crate::log::sync::WaitError;
@@ -144,20 +144,12 @@ impl Engine {
     fn shared_turn<'a>(&'a self, shared: &'a Shared, end_ms: u64) -> Result<Turn<'a>> {
         // A forked child has the parent's locks.
         self.check_home()?;
-        let take = || shared.turn_gate(self.clock(), end_ms, || self.follow_ahead(shared));
-        let is_over = || self.poisoned().is_some() || self.core().closed;
-        let mut gate = take()?;
-        let mut cells = self.read_cells(shared)?;
-        if !is_over() && self.is_far(&cells)? {
-            drop(gate);
-            let far = self.read_far(shared);
-            gate = take()?;
-            cells = self.read_cells(shared)?;
-            if let Some(far) = far.filter(|_| !is_over()) {
-                self.start_from_far(far)?;
-            }
+        let gate = shared.turn_gate(self.clock(), end_ms, || self.follow_ahead(shared))?;
+        let cells = shared.read()?;
+        if let Some(cause) = &cells.poison {
+            self.poison_with(cause.clone());
         }
-        let is_over = is_over();
+        let is_over = self.poisoned().is_some() || self.core().closed;
         if !is_over {
             shared.note_begin(cells.end);
             self.follow(&cells)?;
@@ -173,15 +165,6 @@ impl Engine {
             }),
             _reading: None,
         })
-    }
-
-    /// Reads what the others tell, with the turn held.
-    fn read_cells(&self, shared: &Shared) -> Result<SharedCells> {
-        let cells = shared.read()?;
-        if let Some(cause) = &cells.poison {
-            self.poison_with(cause.clone());
-        }
-        Ok(cells)
     }
 
     /// In a shared store nothing waits in memory: what is appended is written before the turn ends.

@@ -124,60 +124,43 @@ fn check(member: &Member, what: &str, kills: bool) {
     member.log.maintain().unwrap();
 }
 
-/// Whole segments are read by whoever joins, and by who has slept for long, while the others go on:
-/// each such read finds a key of theirs appended in the middle of it.
+/// Whole segments are read by whoever joins while the others go on: each such read finds a key of
+/// theirs appended in the middle of it.
 #[test]
-fn who_reads_a_whole_segment_holds_nobody_up() {
-    for is_sleeper in [false, true] {
-        let (disk, options) = (SimDisk::new(), waiting());
-        let open = |options: &Options| options.clone().open_on(disk.process().dir()).unwrap();
-        let log = open(&options);
-        let filter = log.filter("f", small()).unwrap();
-        assert!(filter.observe("first").unwrap().is_new());
-        let (reads, is_armed) = (
-            Arc::new(AtomicUsize::new(0)),
-            Arc::new(AtomicBool::new(false)),
-        );
-        let dir = {
-            let (filter, reads) = (filter.clone(), Arc::clone(&reads));
-            let is_armed = Arc::clone(&is_armed);
-            Rigged::new(disk.process().dir(), |_, _| Ok(())).on_read(move |name, bytes| {
-                if is_armed.load(Ordering::SeqCst) && name.starts_with("seg-") && bytes >= 4096 {
-                    let n = reads.fetch_add(1, Ordering::SeqCst);
-                    assert!(filter.observe(key("between", n)).unwrap().is_new());
-                }
-            })
-        };
-        let dir = dir.dir();
-        let sleeper = is_sleeper.then(|| options.clone().open_on(Arc::clone(&dir)).unwrap());
-        for n in 0..KEYS * 3 {
-            assert!(filter.observe(key("k", n)).unwrap().is_new());
-            if n % 50 == 0 {
-                log.maintain().unwrap();
-            }
+fn who_reads_whole_segments_to_join_holds_nobody_up() {
+    let (disk, options) = (SimDisk::new(), waiting());
+    let log = options.clone().open_on(disk.process().dir()).unwrap();
+    let filter = log.filter("f", small()).unwrap();
+    for n in 0..KEYS * 3 {
+        assert!(filter.observe(key("k", n)).unwrap().is_new());
+        if n % 50 == 0 {
+            log.maintain().unwrap();
         }
-        is_armed.store(true, Ordering::SeqCst);
-        let other = sleeper.unwrap_or_else(|| options.open_on(dir).unwrap());
-        let others = other.filter("f", small()).unwrap();
-        let reads = || reads.load(Ordering::SeqCst);
-        assert!(
-            reads() > 0 && log.stats().segments_count > 5,
-            "{:?}",
-            log.stats()
-        );
-        for n in 0..reads() {
-            assert_eq!(
-                others.get(key("between", n)).unwrap(),
-                KeyState::Seen,
-                "{n}"
-            );
-        }
-        for n in 0..KEYS * 3 {
-            assert_eq!(others.get(key("k", n)).unwrap(), KeyState::Seen, "{n}");
-        }
-        assert!(others.observe("own").unwrap().is_new());
-        assert!(!filter.observe("own").unwrap().is_new());
     }
+    let reads = Arc::new(AtomicUsize::new(0));
+    let dir = {
+        let (filter, reads) = (filter.clone(), Arc::clone(&reads));
+        Rigged::new(disk.process().dir(), |_, _| Ok(())).on_read(move |name, bytes| {
+            if name.starts_with("seg-") && bytes >= 4096 {
+                let n = reads.fetch_add(1, Ordering::SeqCst);
+                assert!(filter.observe(key("between", n)).unwrap().is_new());
+            }
+        })
+    };
+    let other = options.open_on(dir.dir()).unwrap();
+    let others = other.filter("f", small()).unwrap();
+    let reads = reads.load(Ordering::SeqCst);
+    assert!(
+        reads > 0 && log.stats().segments_count > 5,
+        "{:?}",
+        log.stats()
+    );
+    let keys = (0..KEYS * 3).map(|n| key("k", n));
+    for key in keys.chain((0..reads).map(|n| key("between", n))) {
+        assert_eq!(others.get(&key).unwrap(), KeyState::Seen, "{key}");
+    }
+    assert!(others.observe("own").unwrap().is_new());
+    assert!(!filter.observe("own").unwrap().is_new());
 }
 
 /// By real time, so that a wait ends.

@@ -750,16 +750,6 @@ const FAULTS: &[Fault] = &[
         )],
         noticed_by: "shared::",
     },
-    Fault {
-        name: "what was read ahead takes the place of what is known by now",
-        breaks: "I2, shared",
-        edits: &[(
-            "src/engine/follow.rs",
-            "            core.is_behind || core.writer.end() < far.rebuilt.end()",
-            "            FAULT || core.is_behind || core.writer.end() < far.rebuilt.end()",
-        )],
-        noticed_by: "shared::",
-    },
 ];
 
 /// Makes all faults in the copy, each behind its own switch.
