@@ -699,16 +699,6 @@ const FAULTS: &[Fault] = &[
         noticed_by: "shared::left",
     },
     Fault {
-        name: "what was told counts together with an older manifest",
-        breaks: "I2, shared",
-        edits: &[(
-            "src/engine/reader.rs",
-            "        if cells.is_told() && cells.end_edit <= manifest.edit {",
-            "        if cells.is_told() && (FAULT || cells.end_edit <= manifest.edit) {",
-        )],
-        noticed_by: "reader::",
-    },
-    Fault {
         name: "a reader keeps what a recovery has not found",
         breaks: "I1, shared",
         edits: &[(
