@@ -24,6 +24,8 @@ pub(crate) struct Shape {
     pub(crate) threads: usize,
     /// 1: single calls.
     pub(crate) batch: usize,
+    /// Calls of one task that wait at a time; 0: each call ends before the next.
+    pub(crate) in_flight: usize,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -75,12 +77,18 @@ impl Cell {
 
     pub(crate) fn shape(&self) -> Fallible<Shape> {
         let number = |prefix| self.row.strip_prefix(prefix).map(str::parse::<usize>);
-        let (mut threads, mut batch) = (1, 1);
+        let (mut threads, mut batch, mut in_flight) = (1, 1, 0);
         if let Some(count) = number("batch") {
             batch = count?;
         } else if let Some(count) = number("threads").or(number("callers")) {
             threads = count?;
+        } else if let Some(count) = number("inflight") {
+            in_flight = count?;
         }
-        Ok(Shape { threads, batch })
+        Ok(Shape {
+            threads,
+            batch,
+            in_flight,
+        })
     }
 }

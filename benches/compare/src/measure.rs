@@ -162,6 +162,9 @@ pub(crate) fn histogram() -> Fallible<Histogram<u64>> {
 
 pub(crate) fn latencies(histogram: &Histogram<u64>) -> Figures {
     let mut figures = Figures::default();
+    if histogram.is_empty() {
+        return figures;
+    }
     let quantiles = [("p50_us", 0.5), ("p99_us", 0.99), ("p999_us", 0.999)];
     for (name, quantile) in quantiles {
         figures.set(name, histogram.value_at_quantile(quantile) as f64 / 1e3);

@@ -141,6 +141,16 @@ fn durable(args: &Args) -> Vec<Planned> {
         let keys = if args.quick { keys / 20 } else { *keys };
         planned.extend(row("durable", name, keys, stores, durable_bounds(args)));
     }
+    // The others have no call that a task could wait for.
+    let keys = if args.quick { 50_000 } else { 1_000_000 };
+    let bounds = durable_bounds(args);
+    planned.extend(row(
+        "durable",
+        "inflight1000",
+        keys,
+        &[&["idemlog"]],
+        bounds,
+    ));
     for planned in &mut planned {
         planned.traced = !args.quick;
     }

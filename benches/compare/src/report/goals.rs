@@ -36,6 +36,7 @@ pub(crate) fn table(data: &Data) -> String {
     sizes(data, &mut goals);
     durable(data, &mut goals);
     durable_many(data, &mut goals);
+    in_flight(data, &mut goals);
     claims(data, &mut goals);
     lookups(data, &mut goals);
     reopens(data, &mut goals);
@@ -319,6 +320,28 @@ fn durable_many(data: &Data, goals: &mut Vec<Goal>) {
             named(best, "keys/s"),
         );
     }
+}
+
+/// One task with a thousand calls in flight, beside calls that wait for nothing.
+fn in_flight(data: &Data, goals: &mut Vec<Goal>) {
+    let rate = |scenario, row| {
+        let keys = data.size(scenario, row);
+        let at = At {
+            scenario,
+            row,
+            keys,
+        };
+        data.value(at, "idemlog", "ops_per_s")
+    };
+    let buffered = rate("lazy", "single");
+    push(
+        goals,
+        "Power, one task with 1000 in flight",
+        ">= 0.8 x Buffered, single",
+        ratio(rate("durable", "inflight1000"), buffered),
+        Bound::AtLeast(0.8),
+        named(buffered.map(|rate| ("Buffered", rate)), "ops/s"),
+    );
 }
 
 fn against_limit(data: &Data, goals: &mut Vec<Goal>, scenario: &str, at: At<'_>) {

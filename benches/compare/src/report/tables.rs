@@ -267,6 +267,8 @@ fn durable(data: &Data) -> String {
         ("p99 us", "callers64", "p99_us", 1.0),
         ("batches of 100: keys/s", "batch100", "ops_per_s", 1.0),
         ("batches of 1000: keys/s", "batch1000", "ops_per_s", 1.0),
+        ("1000 in flight: ops/s", "inflight1000", "ops_per_s", 1.0),
+        ("CPU us/op", "inflight1000", "cpu_us_per_op", 1.0),
     ];
     of_rows(data, "durable", columns)
 }

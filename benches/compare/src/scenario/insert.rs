@@ -38,7 +38,7 @@ pub(crate) fn run(cell: &Cell, dir: &Path, bounds: Bounds) -> Fallible<Figures> 
     let chunk = if cell.level() == crate::cell::Level::Lazy {
         CHUNK_OPS / shape.batch.min(CHUNK_OPS)
     } else {
-        CHUNK_CALLS_DURABLE
+        CHUNK_CALLS_DURABLE * shape.in_flight.max(1)
     };
     let done = drive_all(store.as_ref(), shape, chunk.max(1), per_thread)?;
     meter.answered();
@@ -82,6 +82,7 @@ pub(crate) fn drive_all(
         let work = |thread| {
             let mut session = store.session()?;
             let mut driver = Driver::new(Sequence::new(thread), shape.batch, chunk_calls)?;
+            driver.in_flight = shape.in_flight;
             driver.answers = store.answers();
             driver.drive(session.as_mut(), bounds)?;
             Ok(driver.done)
@@ -110,6 +111,7 @@ pub(crate) fn drive_all(
 pub(crate) struct Driver {
     sequence: Sequence,
     batch: usize,
+    in_flight: usize,
     chunk_calls: usize,
     ops: Vec<Op>,
     verdicts: Vec<bool>,
@@ -122,6 +124,7 @@ impl Driver {
         Ok(Driver {
             sequence,
             batch,
+            in_flight: 0,
             chunk_calls,
             ops: Vec::new(),
             verdicts: Vec::new(),
@@ -159,7 +162,10 @@ impl Driver {
         }
         self.done.harness.cpu += process::cpu_of_thread() - began_cpu;
         self.done.harness.wall += began.elapsed();
-        if self.batch == 1 {
+        if self.in_flight > 0 {
+            let keys: Vec<Key> = self.ops.iter().map(|op| op.key).collect();
+            session.insert_in_flight(&keys, self.in_flight, &mut self.verdicts)?;
+        } else if self.batch == 1 {
             self.singles(session)?;
         } else {
             self.batches(session)?;

@@ -79,6 +79,16 @@ pub(crate) trait Session {
     /// The same for many keys in order, with one commit; one verdict a key.
     fn insert_many(&mut self, keys: &[Key], expiry: u64, fresh: &mut Vec<bool>) -> Fallible<()>;
 
+    /// The same by one task that has this many calls wait at a time; the verdicts are in order.
+    fn insert_in_flight(
+        &mut self,
+        _keys: &[Key],
+        _in_flight: usize,
+        _fresh: &mut Vec<bool>,
+    ) -> Fallible<()> {
+        Err("this store has no asynchronous calls".into())
+    }
+
     fn contains(&mut self, key: &Key) -> Fallible<bool>;
 }
 

@@ -1,8 +1,10 @@
 //! idemlog: a filter, observed.
 
 use std::path::Path;
+use std::pin::pin;
 use std::time::Duration;
 
+use futures_util::stream::{self, StreamExt};
 use idemlog::{DedupLog, Durability, Filter, NamespaceOptions, ObserveOptions, Observed, Options};
 
 use super::{Session, Store};
@@ -117,6 +119,22 @@ impl Session for OurSession<'_> {
             fresh.push(observed? == Observed::New);
         }
         Ok(())
+    }
+
+    fn insert_in_flight(
+        &mut self,
+        keys: &[Key],
+        in_flight: usize,
+        fresh: &mut Vec<bool>,
+    ) -> Fallible<()> {
+        let calls = stream::iter(keys).map(|key| self.0.observe_async(key));
+        let mut answers = pin!(calls.buffered(in_flight));
+        futures_executor::block_on(async {
+            while let Some(observed) = answers.next().await {
+                fresh.push(observed? == Observed::New);
+            }
+            Ok(())
+        })
     }
 
     fn contains(&mut self, key: &Key) -> Fallible<bool> {
