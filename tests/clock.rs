@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use idemlog::testing::ManualClock;
-use idemlog::testing::sim::SimDisk;
+use idemlog::testing::sim::{PowerCut, SimDisk};
 use idemlog::{
     ClaimOptions, ClaimVerdict, DedupLog, Filter, KeyState, NamespaceOptions, NonRepeatable,
     Observed, Options, Probeable, Probed, Repeatable,
@@ -228,6 +228,31 @@ fn small_steps_of_the_wall_clock_use_up_their_slack_and_no_more() {
             .unwrap();
         assert_eq!(short.get("k").unwrap(), KeyState::Seen, "step {step}");
     }
+}
+
+/// The wall clock is believed within its slack, and what was decided by it stays so: a power cut
+/// and a clock that goes back do not make an expired key known again.
+#[test]
+fn a_small_step_of_the_wall_clock_counts_and_is_durable_before_it_does() {
+    let (disk, clock) = (SimDisk::new(), Arc::new(ManualClock::new(START_MS)));
+    let open = |disk: &SimDisk| {
+        let options = Options::new().background(false);
+        let log = options.clock(Arc::clone(&clock) as _).open_on(disk.dir());
+        log.unwrap()
+    };
+    let filter = |log: &DedupLog| {
+        let options = NamespaceOptions::new().outcome_bytes_max(0);
+        let options = options.retention(Duration::from_millis(2 * MINUTE_MS));
+        log.filter("f", options).unwrap()
+    };
+    let log = open(&disk);
+    assert!(filter(&log).observe("k").unwrap().is_new());
+    clock.set_wall_ms(START_MS + 3 * MINUTE_MS);
+    log.maintain().unwrap();
+    assert_eq!(filter(&log).get("k").unwrap(), KeyState::Absent);
+    clock.set_wall_ms(START_MS);
+    let log = open(&disk.after_power_cut(&mut PowerCut::drop_all()));
+    assert_eq!(filter(&log).get("k").unwrap(), KeyState::Absent);
 }
 
 #[test]

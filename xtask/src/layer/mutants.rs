@@ -470,10 +470,12 @@ const FAULTS: &[Fault] = &[
         edits: &[(
             "src/engine/mod.rs",
             "        self.edit_manifest_at(Some(confirmed), |_| ())?;",
-            "        if !FAULT || confirmed {\n            \
-             self.edit_manifest_at(Some(confirmed), |_| ())?;\n        }",
+            "        if let (true, Some(push)) = \
+             (FAULT, self.time.push_due(self.clock(), confirmed)) {\n            \
+             self.time.push(push, confirmed);\n            return Ok(());\n        }\n        \
+             self.edit_manifest_at(Some(confirmed), |_| ())?;",
         )],
-        noticed_by: "crash::",
+        noticed_by: "clock::",
     },
     Fault {
         name: "an open does not finish a segment that was being written anew",
