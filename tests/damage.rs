@@ -424,12 +424,14 @@ fn every_changed_bit_of_manifest_filters_and_headers_is_refused_or_harmless() {
             bad[bit / 8] ^= 1 << (bit % 8);
             let disk = reference.with(&name, bad);
             let judged = reference.judge(&disk, &|| format!("{name} bit {bit}"));
+            // The pages of a run are summed each on its own: an error until it is built again.
+            let is_page = name.ends_with(".idx") && bit / 8 >= 4096;
             if is_index(&name) {
-                assert_eq!(
-                    judged,
-                    Judgement::Right { errors: 0, lost: 0 },
-                    "{name} bit {bit}"
-                );
+                let is_right = match judged {
+                    Judgement::Right { errors, lost } => lost == 0 && (is_page || errors == 0),
+                    Judgement::Refused(_) => false,
+                };
+                assert!(is_right, "{name} bit {bit} {judged:?}");
             }
             // A bit in 101: the same damage, salvaged and repaired.
             if all || bit % 101 == 0 {
