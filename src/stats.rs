@@ -156,6 +156,13 @@ impl Counter {
         self.0.fetch_add(count, Ordering::Relaxed);
     }
 
+    /// The same for a counter that only who holds one lock adds to: no bus is locked for it.
+    #[inline]
+    pub(crate) fn add_alone(&self, count: u64) {
+        self.0.store(self.get() + count, Ordering::Relaxed);
+    }
+
+    #[inline]
     pub(crate) fn get(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }

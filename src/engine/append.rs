@@ -36,9 +36,11 @@ impl Engine {
         let failures = FailureCount::new(core.failures);
         let was_empty = !core.writer.has_unwritten();
         let position = core.append(record, h, older, entry);
-        self.counters.records.add(1);
+        self.counters.records.add_alone(1);
         let frame_bytes = core.writer.end_offset() - position.offset();
-        self.counters.appended_bytes.add(u64::from(frame_bytes));
+        self.counters
+            .appended_bytes
+            .add_alone(u64::from(frame_bytes));
         if was_empty {
             self.background.dirty();
         }

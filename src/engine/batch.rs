@@ -4,7 +4,7 @@ use super::attach::GroupCommitted;
 use super::claim::{ClaimVerdict, Commit, Committable, Committed, commit_step, is_end};
 use super::class::EffectClass;
 use super::namespace::{Answer, ClaimOptions, Namespace, Space};
-use super::pass::{Ahead, Item, Resting, Rests, Written, next_pass};
+use super::pass::{Item, Resting, Rests, Written, fetch_table_ahead, next_pass};
 use super::update::{Attempt, Basis, Decided, Levels, Search, Step};
 use super::{Engine, check_open};
 use crate::error::{Error, Result};
@@ -201,12 +201,12 @@ impl Engine {
             {
                 let mut core = self.turn().map_err(|e| written.error(e))?;
                 self.check_writable(&core).map_err(|e| written.error(e))?;
-                let mut ahead = Ahead::new(pass);
-                for (index, (item, searched)) in (first..).zip(pass.iter_mut().zip(searched)) {
-                    ahead.fetch_table(&core);
-                    let Some(searched) = searched else {
+                for (at, searched) in searched.into_iter().enumerate() {
+                    fetch_table_ahead(pass, at, &core);
+                    let (Some(searched), Some(item)) = (searched, pass.get_mut(at)) else {
                         continue;
                     };
+                    let index = first + at;
                     let search = Search {
                         snapshot: &snapshot,
                         wanted: item.wanted,

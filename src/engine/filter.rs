@@ -8,7 +8,7 @@ use super::core::{Core, Need, Older, Room};
 use super::handle::Handle;
 use super::lookup::{Completed, Searched, Snapshot, Wanted};
 use super::namespace::Space;
-use super::pass::{Ahead, Item, Rests, Written, later, next_pass};
+use super::pass::{Item, Rests, Written, fetch_table_ahead, later, next_pass};
 use super::update::{Basis, Levels, Step};
 use crate::clock::Now;
 use crate::error::{Error, Result};
@@ -201,10 +201,9 @@ impl Filter {
                 let checked = engine.check_writable(&core);
                 let checked = checked.and_then(|()| core.check_namespace(&self.space));
                 checked.map_err(|e| written.error(e))?;
-                let mut ahead = Ahead::new(pass);
-                for (item, searched) in pass.iter_mut().zip(searched) {
-                    ahead.fetch_table(&core);
-                    let Some(searched) = searched else {
+                for (index, searched) in searched.into_iter().enumerate() {
+                    fetch_table_ahead(pass, index, &core);
+                    let (Some(searched), Some(item)) = (searched, pass.get_mut(index)) else {
                         continue;
                     };
                     match self.observe_one(&mut core, &snapshot, item.wanted, searched, &now, asked)
@@ -427,9 +426,16 @@ impl Engine {
     }
 
     pub(super) fn counted(&self, answers: Vec<Result<Observed>>) -> Vec<Result<Observed>> {
-        for observed in answers.iter().flatten() {
-            self.count(*observed);
+        let all = answers.iter().flatten();
+        let (mut new, mut duplicates) = (0, 0);
+        for observed in all {
+            match observed {
+                Observed::New => new += 1,
+                Observed::Duplicate => duplicates += 1,
+            }
         }
+        self.counters.new.add(new);
+        self.counters.duplicates.add(duplicates);
         answers
     }
 }

@@ -29,12 +29,12 @@ use super::shared::Shared;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{Manifest, RunEntry};
 use crate::format::names::FileName;
-use crate::format::record::{FLAG_CARRIED, HEADER_BYTES, Record, Seal, claimed_bytes};
+use crate::format::record::{FLAG_CARRIED, Frame, HEADER_BYTES, Record, Seal, claimed_bytes};
 use crate::format::shared::SharedCells;
 use crate::format::{to_u32, to_usize};
 use crate::index::KeyHash;
 use crate::log::replay::{Item, Replay};
-use crate::log::segment::SegmentFile;
+use crate::log::segment::{ReadError, SegmentFile};
 use crate::model::claim::Entry;
 use crate::model::retention::DropTime;
 use crate::options::OUTCOME_BYTES_DEFAULT;
@@ -62,9 +62,12 @@ pub(super) enum Read {
 }
 
 /// Whole frames from one place of a segment on.
-struct Piece<'a> {
-    /// With the hash of each record's key.
-    items: Vec<(u64, Item<'a>)>,
+struct Piece {
+    /// Of each record the hash of its key, and its offset.
+    records: Vec<(u64, u32)>,
+    /// The newest time that a mark or the seal tells.
+    trusted_ms: u64,
+    seal: Option<Seal>,
     /// Behind the last frame that counts: lists of what is not settled count only together with
     /// the seal behind them.
     end: u32,
@@ -76,44 +79,54 @@ struct Piece<'a> {
     is_newer: bool,
 }
 
-impl<'a> Piece<'a> {
+impl Piece {
     /// Reads all frames before any is taken in: their places in the table are fetched meanwhile.
-    fn read(
-        bytes: &'a [u8],
-        nonce: u32,
-        at: u32,
-        hash_and_fetch: impl Fn(&Record<'a>) -> u64,
-    ) -> Self {
+    fn read(bytes: &[u8], nonce: u32, at: u32, hash_and_fetch: impl Fn(u16, &[u8]) -> u64) -> Self {
         let mut replay = Replay::of_part(bytes, nonce, at);
-        let (mut items, mut counted) = (Vec::with_capacity(bytes.len() / RECORD_BYTES), 0);
-        let (mut end, mut last, mut frame, mut behind) = (at, at, at, at);
-        while let Some(item) = replay.next() {
+        let mut piece = Piece {
+            records: Vec::with_capacity(bytes.len() / RECORD_BYTES),
+            trusted_ms: 0,
+            seal: None,
+            end: at,
+            last: at,
+            torn: at,
+            is_newer: false,
+        };
+        let (mut frame, mut behind) = (at, at);
+        loop {
+            while let Some((offset, bare)) = replay.next_bare() {
+                let h = hash_and_fetch(bare.namespace, bare.key);
+                piece.records.push((h, offset));
+                (frame, behind) = (offset, replay.end());
+                (piece.end, piece.last) = (behind, frame);
+            }
+            let Some(item) = replay.next() else {
+                break;
+            };
             if replay.end() != behind {
                 (frame, behind) = (behind, replay.end());
             }
-            let is_list = matches!(item, Item::Unsettled);
-            let h = match &item {
-                Item::Record(_, record) => hash_and_fetch(record),
-                _ => 0,
-            };
-            items.push((h, item));
-            if !is_list {
-                (end, last, counted) = (behind, frame, items.len());
+            match item {
+                Item::Record(offset, record) => {
+                    let h = hash_and_fetch(record.namespace, record.key);
+                    piece.records.push((h, offset));
+                }
+                Item::Mark(mark) => piece.trusted_ms = piece.trusted_ms.max(mark.trusted_ms),
+                Item::Seal(seal) => {
+                    piece.trusted_ms = piece.trusted_ms.max(seal.trusted_ms);
+                    piece.seal = Some(seal);
+                }
+                Item::Unsettled => continue,
             }
+            (piece.end, piece.last) = (behind, frame);
         }
-        items.truncate(counted);
-        Piece {
-            items,
-            end,
-            last,
-            torn: replay.end(),
-            is_newer: replay.is_not_understood(),
-        }
+        (piece.torn, piece.is_newer) = (replay.end(), replay.is_not_understood());
+        piece
     }
 }
 
 /// Refuses records of a newer version.
-fn check_known(segment: &SegmentFile, piece: &Piece<'_>) -> Result<()> {
+fn check_known(segment: &SegmentFile, piece: &Piece) -> Result<()> {
     if !piece.is_newer {
         return Ok(());
     }
@@ -400,51 +413,41 @@ impl Engine {
         Ok(Read::Nothing)
     }
 
-    fn read_piece<'a>(&self, core: &Core, bytes: &'a [u8], at: u32) -> Piece<'a> {
-        Piece::read(bytes, core.writer.segment.nonce, at, |record| {
-            let h = self.hash.hash(record.namespace, record.key);
+    fn read_piece(&self, core: &Core, bytes: &[u8], at: u32) -> Piece {
+        Piece::read(bytes, core.writer.segment.nonce, at, |namespace, key| {
+            let h = self.hash.hash(namespace, key);
             core.table.prefetch(h);
             h
         })
     }
 
     /// Takes in what was read where the log ends for this process.
-    fn take_in_piece(&self, core: &mut Core, bytes: &[u8], piece: Piece<'_>) -> Result<Read> {
-        let len = to_usize(piece.end - core.writer.end_offset());
+    fn take_in_piece(&self, core: &mut Core, bytes: &[u8], piece: Piece) -> Result<Read> {
+        let at = core.writer.end_offset();
+        let bytes = bytes.get(..to_usize(piece.end - at)).unwrap_or_default();
         // From here on there is no way back but to start again.
         core.is_behind = true;
-        core.writer
-            .absorb(bytes.get(..len).unwrap_or_default(), piece.last);
-        let read = self.take_in_all(core, piece.items)?;
-        core.is_behind = false;
-        Ok(read)
-    }
-
-    fn take_in_all(&self, core: &mut Core, items: Vec<(u64, Item<'_>)>) -> Result<Read> {
-        let mut seen = None;
-        let mut trusted_ms = 0;
-        let mut records_count = 0;
-        for (h, item) in items {
-            match item {
-                Item::Record(offset, record) => {
-                    trusted_ms = trusted_ms.max(record.state.at_ms);
-                    records_count += 1;
-                    self.take_in(core, h, offset, &record)?;
+        core.writer.absorb(bytes, piece.last);
+        let mut trusted_ms = piece.trusted_ms;
+        for (h, offset) in &piece.records {
+            let frame = bytes.get(to_usize(offset - at)..).unwrap_or_default();
+            let record = match Frame::verified(frame).and_then(|frame| frame.record()) {
+                Ok(record) => record,
+                Err(why) => {
+                    let why = ReadError::Malformed(why);
+                    return Err(read_error(why, &core.writer.segment, *offset));
                 }
-                Item::Mark(mark) => trusted_ms = trusted_ms.max(mark.trusted_ms),
-                Item::Unsettled => {}
-                Item::Seal(seal) => {
-                    trusted_ms = trusted_ms.max(seal.trusted_ms);
-                    seen = Some(seal);
-                }
-            }
+            };
+            trusted_ms = trusted_ms.max(record.state.at_ms);
+            self.take_in(core, *h, *offset, &record)?;
         }
         core.note_written();
-        self.counters.records.add(records_count);
+        core.is_behind = false;
+        self.counters.records.add_alone(piece.records.len() as u64);
         if trusted_ms > 0 {
             self.time.raise(self.clock(), trusted_ms);
         }
-        Ok(match seen {
+        Ok(match piece.seal {
             Some(seal) => Read::Seal(Box::new(seal)),
             None => Read::Frames,
         })
@@ -501,7 +504,7 @@ impl Engine {
                 .then_some(found.parts.origin)
         };
         for at in core.table.candidates(h) {
-            let take = |frame: &crate::format::record::Frame<'_>| Ok(own(&frame.record()?));
+            let take = |frame: &Frame<'_>| Ok(own(&frame.record()?));
             let read = core
                 .writer
                 .read_image(at, take)

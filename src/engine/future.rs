@@ -37,11 +37,10 @@ impl Engine {
         }
         let end_ms = self.gate_end_ms();
         loop {
-            // Registered before the look: a flush that ends behind it rings.
-            let place = self.syncer.join(end);
-            if let Some(judged) = self.syncer.judge(end, failures) {
-                return judged.map_err(|error| self.wait_error(error));
-            }
+            let place = match self.syncer.judge_or_join(end, failures) {
+                Ok(judged) => return judged.map_err(|error| self.wait_error(error)),
+                Err(place) => place,
+            };
             self.check_gate_end(end_ms)?;
             if !self.background.flush_now() {
                 drop(place);

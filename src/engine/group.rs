@@ -357,7 +357,7 @@ impl Engine {
                 self.background.dirty();
             }
             core.writer.begin_group();
-            self.counters.appended_bytes.add(HEADER_BYTES as u64);
+            self.counters.appended_bytes.add_alone(HEADER_BYTES as u64);
         }
         for planned in ready {
             let Some(member) = members.get(planned.index) else {

@@ -322,19 +322,6 @@ impl Engine {
                 return Ok(Some(hit));
             }
         }
-        let mut places = PLACES.take();
-        let hit = self.search_runs(view, wanted, extract, &mut places);
-        PLACES.set(places);
-        hit
-    }
-
-    fn search_runs<T>(
-        &self,
-        view: &View,
-        wanted: Wanted<'_>,
-        extract: &impl Fn(&Record<'_>) -> T,
-        places: &mut Vec<(u64, u32)>,
-    ) -> Result<Option<Hit<T>>> {
         for part in &view.parts {
             if part.run.excludes(wanted.namespace, wanted.time) {
                 continue;
@@ -347,19 +334,37 @@ impl Engine {
                     Err(_) => self.rebuild_soon(part),
                 }
             }
-            places.clear();
-            if let Err(why) = part.run.find(wanted.h, places) {
-                self.rebuild_soon(part);
-                return Err(self.damaged_run(part, why));
+            let mut places = PLACES.take();
+            let hit = self.search_run(view, part, wanted, extract, &mut places);
+            PLACES.set(places);
+            if let Some(hit) = hit? {
+                return Ok(Some(hit));
             }
-            for (segment, offset) in places.iter() {
-                // An entry of a segment that was dropped out of the middle of a run.
-                let Some(segment) = view.segment(*segment) else {
-                    continue;
-                };
-                if let Some(hit) = self.read_candidates(segment, &[*offset], wanted, extract)? {
-                    return Ok(Some(hit));
-                }
+        }
+        Ok(None)
+    }
+
+    /// Searches one run, whose filter does not exclude the key.
+    fn search_run<T>(
+        &self,
+        view: &View,
+        part: &Part,
+        wanted: Wanted<'_>,
+        extract: &impl Fn(&Record<'_>) -> T,
+        places: &mut Vec<(u64, u32)>,
+    ) -> Result<Option<Hit<T>>> {
+        places.clear();
+        if let Err(why) = part.run.find(wanted.h, places) {
+            self.rebuild_soon(part);
+            return Err(self.damaged_run(part, why));
+        }
+        for (segment, offset) in places.iter() {
+            // An entry of a segment that was dropped out of the middle of a run.
+            let Some(segment) = view.segment(*segment) else {
+                continue;
+            };
+            if let Some(hit) = self.read_candidates(segment, &[*offset], wanted, extract)? {
+                return Ok(Some(hit));
             }
         }
         Ok(None)

@@ -40,36 +40,24 @@ impl<'a, R> Item<'a, R> {
     }
 }
 
-/// Has the processor fetch what the keys some places further on will need: while one key waits
-/// for memory, so do the next ones.
-pub(super) struct Ahead<'a> {
-    wanted: Vec<Wanted<'a>>,
-    next: usize,
-}
-
-/// How far: more lines than this are not fetched at a time.
+/// How far a pass looks ahead: more lines than this are not fetched at a time.
 const AHEAD: usize = 12;
 
-impl<'a> Ahead<'a> {
-    pub(super) fn new<R>(items: &[Item<'a, R>]) -> Self {
-        Ahead {
-            wanted: items.iter().map(|item| item.wanted).collect(),
-            next: 0,
-        }
+/// Has the processor fetch, before a pass goes on to the item at `index`, what those some places
+/// further on will need: while one key waits for memory, so do the next ones.
+#[inline]
+fn fetch_ahead<R>(items: &[Item<'_, R>], index: usize, fetch: impl Fn(Wanted<'_>)) {
+    let first = if index == 0 { 0 } else { index + AHEAD - 1 };
+    let near = items.get(first..items.len().min(index + AHEAD));
+    for item in near.unwrap_or_default() {
+        fetch(item.wanted);
     }
+}
 
-    /// Calls `fetch` for the keys that have come near since the last call.
-    fn fetch(&mut self, fetch: impl Fn(Wanted<'_>)) {
-        let count = if self.next == 0 { AHEAD } else { 1 };
-        for wanted in self.wanted.iter().skip(self.next).take(count) {
-            fetch(*wanted);
-        }
-        self.next += count;
-    }
-
-    pub(super) fn fetch_table(&mut self, core: &Core) {
-        self.fetch(|wanted| core.table.prefetch(wanted.h));
-    }
+/// The same for the table of the active segment.
+#[inline]
+pub(super) fn fetch_table_ahead<R>(items: &[Item<'_, R>], index: usize, core: &Core) {
+    fetch_ahead(items, index, |wanted| core.table.prefetch(wanted.h));
 }
 
 /// A batch waits for the furthest record that any of its verdicts rests on. A failure between
@@ -165,10 +153,12 @@ impl Engine {
     /// Takes a snapshot for a pass over a batch, and notes which keys may have records that must be
     /// read from the active segment's file; with `is_known`, which may have any there.
     pub(super) fn snapshot_many<R>(&self, items: &mut [Item<'_, R>], is_known: bool) -> Snapshot {
-        let mut ahead = Ahead::new(items);
         let core = self.core();
-        for item in items {
-            ahead.fetch_table(&core);
+        for index in 0..items.len() {
+            fetch_table_ahead(items, index, &core);
+            let Some(item) = items.get_mut(index) else {
+                break;
+            };
             let mut candidates = core.table.candidates(item.wanted.h);
             item.in_file = candidates.any(|at| is_known || !core.writer.is_in_memory(at));
         }
@@ -183,21 +173,21 @@ impl Engine {
         items: &mut [Item<'_, R>],
         extract: &impl Fn(&Record<'_>) -> T,
     ) -> Vec<Option<Searched<T>>> {
-        let mut ahead = Ahead::new(items);
-        let search = |item: &mut Item<'_, R>| {
-            ahead.fetch(|wanted| snapshot.prefetch(wanted));
-            if !item.is_open() {
-                return None;
-            }
-            match self.search(snapshot, item.wanted, item.in_file, extract) {
-                Ok(searched) => Some(searched),
-                Err(error) => {
-                    item.answer = Some(Err(error));
-                    None
+        let mut all = Vec::with_capacity(items.len());
+        for index in 0..items.len() {
+            fetch_ahead(items, index, |wanted| snapshot.prefetch(wanted));
+            let open = items.get_mut(index).filter(|item| item.is_open());
+            all.push(open.and_then(|item| {
+                match self.search(snapshot, item.wanted, item.in_file, extract) {
+                    Ok(searched) => Some(searched),
+                    Err(error) => {
+                        item.answer = Some(Err(error));
+                        None
+                    }
                 }
-            }
-        };
-        items.iter_mut().map(search).collect()
+            }));
+        }
+        all
     }
 }
 

@@ -14,7 +14,6 @@ use super::keep::Keep;
 use super::waits::Place;
 use crate::error::{Error, Result};
 use crate::log::bell::{Bell, Listening};
-use crate::log::sync::primitives::Arc as BellArc;
 
 /// How long a call of a shared store sleeps at the most before it looks at what other processes
 /// have done.
@@ -24,7 +23,7 @@ const SHARED_POLL_MS: u64 = 10;
 #[derive(Clone, Debug)]
 pub(crate) enum Timed {
     /// A task's wait is over.
-    Ring(BellArc<Bell>),
+    Ring(Bell),
     /// A lease is due to be renewed.
     Renew(Arc<Keep>),
 }
@@ -247,7 +246,7 @@ mod tests {
     use super::*;
 
     fn ring() -> Timed {
-        Timed::Ring(BellArc::default())
+        Timed::Ring(Bell::default())
     }
 
     #[test]

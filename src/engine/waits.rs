@@ -18,7 +18,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
 use crate::log::bell::{Bell, Listening};
-use crate::log::sync::primitives::{Arc, AtomicBool, AtomicUsize, Mutex, MutexGuard};
+use crate::log::sync::primitives::{AtomicBool, AtomicUsize, Mutex, MutexGuard};
 
 /// All waiters for keys, in the order in which they came.
 #[derive(Debug, Default)]
@@ -42,12 +42,12 @@ struct Line {
     /// Who wants the key, in the order in which they came.
     waiters: VecDeque<Waiter>,
     /// Who only wants to know what becomes of it.
-    watchers: Vec<Arc<Bell>>,
+    watchers: Vec<Bell>,
 }
 
 #[derive(Debug)]
 struct Waiter {
-    bell: Arc<Bell>,
+    bell: Bell,
     /// When its wait is over, on the boot clock.
     until_ms: u64,
     /// That time has come, and somebody behind it goes before it (D).
@@ -60,30 +60,30 @@ impl Line {
     }
 
     /// Returns the bells from this place on, up to that of the first who was not passed.
-    fn turn_from(&self, at: usize) -> Vec<Arc<Bell>> {
+    fn turn_from(&self, at: usize) -> Vec<Bell> {
         let rest = || self.waiters.iter().skip(at);
         let passed_count = rest().take_while(|waiter| waiter.passed).count();
         let turn = rest().take(passed_count + 1);
-        turn.map(|waiter| Arc::clone(&waiter.bell)).collect()
+        turn.map(|waiter| waiter.bell.clone()).collect()
     }
 
-    fn all(&self) -> impl Iterator<Item = &Arc<Bell>> {
+    fn all(&self) -> impl Iterator<Item = &Bell> {
         let waiters = self.waiters.iter().map(|waiter| &waiter.bell);
         waiters.chain(&self.watchers)
     }
 
-    fn at(&self, bell: &Arc<Bell>) -> Option<usize> {
-        let own = |waiter: &Waiter| Arc::ptr_eq(&waiter.bell, bell);
+    fn at(&self, bell: &Bell) -> Option<usize> {
+        let own = |waiter: &Waiter| waiter.bell.is(bell);
         self.waiters.iter().position(own)
     }
 
     /// Takes a bell out; returns those to whom that matters.
-    fn leave(&mut self, bell: &Arc<Bell>) -> Vec<Arc<Bell>> {
+    fn leave(&mut self, bell: &Bell) -> Vec<Bell> {
         if let Some(at) = self.at(bell) {
             self.waiters.remove(at);
             return self.turn_from(at);
         }
-        self.watchers.retain(|watcher| !Arc::ptr_eq(watcher, bell));
+        self.watchers.retain(|watcher| !watcher.is(bell));
         Vec::new()
     }
 }
@@ -102,7 +102,7 @@ impl Lines {
         keys.entry(key.to_vec()).or_default()
     }
 
-    fn leave(&mut self, namespace: u16, key: &[u8], bell: &Arc<Bell>) -> Vec<Arc<Bell>> {
+    fn leave(&mut self, namespace: u16, key: &[u8], bell: &Bell) -> Vec<Bell> {
         let Some(keys) = self.lines.get_mut(&namespace) else {
             return Vec::new();
         };
@@ -145,10 +145,10 @@ impl Waits {
 
     /// Joins the end of a key's line, until a moment on the boot clock.
     pub(crate) fn join(&self, namespace: u16, key: &[u8], until_ms: u64) -> Place<'_> {
-        let bell = Arc::new(Bell::default());
+        let bell = Bell::default();
         let mut lines = self.lines();
         let waiter = Waiter {
-            bell: Arc::clone(&bell),
+            bell: bell.clone(),
             until_ms,
             passed: false,
         };
@@ -165,11 +165,11 @@ impl Waits {
 
     /// Watches keys, and stands in nobody's way (B).
     pub(crate) fn watch(&self, keys: &[(u16, &[u8])]) -> Place<'_> {
-        let bell = Arc::new(Bell::default());
+        let bell = Bell::default();
         let mut lines = self.lines();
         for (namespace, key) in keys {
             let line = lines.line_or_new(*namespace, key);
-            line.watchers.push(Arc::clone(&bell));
+            line.watchers.push(bell.clone());
         }
         self.count.fetch_add(1, Ordering::Relaxed);
         drop(lines);
@@ -189,7 +189,7 @@ impl Waits {
     }
 
     fn ring_line(&self, namespace: u16, key: &[u8], all: bool) {
-        let bells: Vec<Arc<Bell>> = match self.lines().line(namespace, key) {
+        let bells: Vec<Bell> = match self.lines().line(namespace, key) {
             Some(line) if all => line.all().cloned().collect(),
             Some(line) => {
                 let mut bells = line.turn_from(0);
@@ -206,7 +206,7 @@ impl Waits {
         if !self.any() {
             return;
         }
-        let bells: Vec<Arc<Bell>> = {
+        let bells: Vec<Bell> = {
             let lines = self.lines();
             let all = lines.lines.values().flat_map(BTreeMap::values);
             all.flat_map(Line::all).cloned().collect()
@@ -236,7 +236,7 @@ pub(crate) struct Place<'a> {
     waits: &'a Waits,
     /// One, but for those who watch.
     keys: Vec<(u16, Vec<u8>)>,
-    bell: Arc<Bell>,
+    bell: Bell,
 }
 
 impl Place<'_> {
@@ -244,7 +244,7 @@ impl Place<'_> {
         self.bell.listen()
     }
 
-    pub(crate) fn bell(&self) -> &Arc<Bell> {
+    pub(crate) fn bell(&self) -> &Bell {
         &self.bell
     }
 

@@ -95,6 +95,34 @@ impl Put for Vec<u8> {
     }
 }
 
+/// Fills zeros that were appended before, field after field: what is appended in one piece needs
+/// no look at the buffer's room for each of them.
+#[derive(Debug)]
+pub(crate) struct Fields<'a>(&'a mut [u8]);
+
+impl<'a> Fields<'a> {
+    pub(crate) fn new(zeros: &'a mut [u8]) -> Self {
+        Fields(zeros)
+    }
+}
+
+impl Put for Fields<'_> {
+    #[inline]
+    fn put(&mut self, bytes: &[u8]) {
+        let place = std::mem::take(&mut self.0);
+        debug_assert!(place.len() >= bytes.len(), "field cut short");
+        if let Some((place, rest)) = place.split_at_mut_checked(bytes.len()) {
+            place.copy_from_slice(bytes);
+            self.0 = rest;
+        }
+    }
+
+    fn put_zeros(&mut self, len: usize) {
+        let place = std::mem::take(&mut self.0);
+        self.0 = place.get_mut(len..).unwrap_or_default();
+    }
+}
+
 /// Overwrites the four bytes at `at`, which the caller has reserved.
 pub(crate) fn set_u32(bytes: &mut [u8], at: usize, value: u32) {
     if let Some(place) = bytes.get_mut(at..).and_then(|b| b.first_chunk_mut::<4>()) {

@@ -8,7 +8,7 @@
 //! A group is a frame whose body is whole frames: its own checksum makes them valid together or
 //! not at all, and each of them is read at its own offset like any other.
 
-use super::le::{Put, Reader, set_u32};
+use super::le::{Fields, Put, Reader, set_u32};
 use super::{Malformed, to_u32, to_usize};
 use crate::stamp::Stamp;
 
@@ -172,6 +172,36 @@ pub(crate) struct Parts<'a> {
     pub(crate) outcome_until_s: Option<u32>,
 }
 
+impl Parts<'_> {
+    /// Returns the length of all parts in the frame. Most records have none.
+    #[inline]
+    fn bytes(&self) -> usize {
+        let has_none = matches!(
+            self,
+            Parts {
+                outcome: None,
+                error: None,
+                evidence: None,
+                origin: None,
+                inherit_s: None,
+                ordering: None,
+                outcome_until_s: None,
+            }
+        );
+        if has_none {
+            return 0;
+        }
+        let part = |bytes: Option<&[u8]>| bytes.map_or(0, |b| PART_HEADER_BYTES + b.len());
+        part(self.outcome)
+            + part(self.error)
+            + part(self.evidence)
+            + self.origin.map_or(0, |_| PART_HEADER_BYTES + 8)
+            + self.inherit_s.map_or(0, |_| PART_HEADER_BYTES + 4)
+            + part(self.ordering)
+            + self.outcome_until_s.map_or(0, |_| PART_HEADER_BYTES + 4)
+    }
+}
+
 const TAG_OUTCOME: u16 = 1;
 const TAG_ERROR: u16 = 2;
 const TAG_EVIDENCE: u16 = 3;
@@ -212,7 +242,6 @@ impl<'a> Record<'a> {
     }
 
     fn body_bytes(&self) -> usize {
-        let part = |bytes: Option<&[u8]>| bytes.map_or(0, |b| PART_HEADER_BYTES + b.len());
         HEADER_BYTES
             + if self.kind.has_state() {
                 STATE_BYTES
@@ -221,16 +250,7 @@ impl<'a> Record<'a> {
             }
             + if self.key.len() >= KEY_LEN_LONG { 2 } else { 0 }
             + self.key.len()
-            + part(self.parts.outcome)
-            + part(self.parts.error)
-            + part(self.parts.evidence)
-            + self.parts.origin.map_or(0, |_| PART_HEADER_BYTES + 8)
-            + self.parts.inherit_s.map_or(0, |_| PART_HEADER_BYTES + 4)
-            + part(self.parts.ordering)
-            + self
-                .parts
-                .outcome_until_s
-                .map_or(0, |_| PART_HEADER_BYTES + 4)
+            + self.parts.bytes()
     }
 
     /// Appends the frame to `out`, with its checksum. The caller has checked the size.
@@ -243,7 +263,9 @@ impl<'a> Record<'a> {
             "the size was to be checked before"
         );
         let pad = frame - body;
-        out.reserve(frame);
+        out.resize(start + frame, 0);
+        let bytes = out.get_mut(start..).unwrap_or_default();
+        let mut out = Fields::new(bytes);
         let key_len = self.key.len().min(KEY_LEN_LONG);
         let flags = self.flags & !PAD_MASK | to_u16(pad);
         let words = [
@@ -256,22 +278,19 @@ impl<'a> Record<'a> {
             out.put_u64(word);
         }
         if self.kind.has_state() {
-            self.encode_state(out);
+            self.encode_state(&mut out);
         }
         if key_len == KEY_LEN_LONG {
             out.put_u16(to_u16(self.key.len()));
         }
         out.put(self.key);
-        if body > HEADER_BYTES + self.key.len() {
-            self.encode_parts(out);
+        if self.parts.bytes() > 0 {
+            self.encode_parts(&mut out);
         }
-        out.put([0; ALIGN].get(..pad).unwrap_or_default());
-        if let Some(frame) = out.get_mut(start..) {
-            set_crc(frame, seed);
-        }
+        set_crc(bytes, seed);
     }
 
-    fn encode_state(&self, out: &mut Vec<u8>) {
+    fn encode_state(&self, out: &mut impl Put) {
         let s = &self.state;
         out.put_u64(s.stamp);
         out.put_u64(s.owner);
@@ -284,7 +303,7 @@ impl<'a> Record<'a> {
         out.put_u32(s.pid);
     }
 
-    fn encode_parts(&self, out: &mut Vec<u8>) {
+    fn encode_parts(&self, out: &mut impl Put) {
         let mut part = |tag: u16, bytes: &[u8]| {
             out.put_u16(tag);
             out.put_u16(0);
@@ -346,6 +365,14 @@ pub(crate) fn seed(nonce: u32, offset: u32) -> u32 {
 /// The bytes are what was written, by a version that knows more than this one.
 pub(crate) const NEWER: Malformed = Malformed("record of a newer version");
 
+/// What a record says that is header and key and nothing else.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bare<'a> {
+    pub(crate) namespace: u16,
+    pub(crate) expires_at_s: u32,
+    pub(crate) key: &'a [u8],
+}
+
 /// A frame whose checksum was compared; not parsed yet.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Frame<'a> {
@@ -389,12 +416,53 @@ impl<'a> Frame<'a> {
         Ok(Frame { kind, bytes: frame })
     }
 
+    /// Returns the frame at the start of bytes in which it was verified before.
+    pub(crate) fn verified(bytes: &'a [u8]) -> Result<Frame<'a>, Malformed> {
+        let len = claimed_bytes(bytes).unwrap_or_default();
+        let frame = bytes.get(..len).unwrap_or_default();
+        let kind = frame.get(6).and_then(|b| Kind::from_u8(*b)).ok_or(NEWER)?;
+        Ok(Frame { kind, bytes: frame })
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.bytes.len()
     }
 
     /// Parses a record about a key.
+    #[inline]
     pub(crate) fn record(&self) -> Result<Record<'a>, Malformed> {
+        match self.bare() {
+            Some(bare) => Ok(Record {
+                expires_at_s: bare.expires_at_s,
+                ..Record::new(self.kind, bare.namespace, bare.key)
+            }),
+            None => self.record_in_full(),
+        }
+    }
+
+    /// Parses a record that is header and key and nothing else, as most are. `None`: it is another
+    /// one, or malformed.
+    #[inline]
+    pub(crate) fn bare(&self) -> Option<Bare<'a>> {
+        if !matches!(self.kind, Kind::Seen | Kind::Forgotten) {
+            return None;
+        }
+        let (header, rest) = self.bytes.split_first_chunk::<HEADER_BYTES>()?;
+        let [_, _, _, _, _, _, _, key_len, e0, e1, e2, e3, n0, n1, f0, f1] = *header;
+        let (key, pad) = rest.split_at_checked(usize::from(key_len))?;
+        let is_bare = !key.is_empty()
+            && key.len() < KEY_LEN_LONG
+            && pad.len() < ALIGN
+            && usize::from(u16::from_le_bytes([f0, f1])) == pad.len()
+            && pad.iter().all(|byte| *byte == 0);
+        is_bare.then_some(Bare {
+            namespace: u16::from_le_bytes([n0, n1]),
+            expires_at_s: u32::from_le_bytes([e0, e1, e2, e3]),
+            key,
+        })
+    }
+
+    fn record_in_full(&self) -> Result<Record<'a>, Malformed> {
         if !self.kind.has_key() {
             return Err(Malformed("record has no key"));
         }
@@ -699,6 +767,52 @@ mod tests {
                 assert_eq!(frame.record().unwrap(), record);
             }
         }
+    }
+
+    /// What the short way says, the long one says, too: of whole records, and of any byte in them
+    /// under a checksum that was made right again.
+    #[test]
+    fn a_record_is_the_same_by_the_short_way_and_by_the_long_one() {
+        let mut short_count = 0;
+        let mut agree = |bytes: &[u8]| {
+            let Ok(frame) = Frame::verify(bytes, 42) else {
+                return;
+            };
+            let in_full = frame.record_in_full();
+            assert_eq!(frame.record(), in_full);
+            if let Some(bare) = frame.bare() {
+                let record = in_full.unwrap();
+                let (namespace, expires_at_s) = (record.namespace, record.expires_at_s);
+                let key = record.key;
+                let expected = Bare {
+                    namespace,
+                    expires_at_s,
+                    key,
+                };
+                assert_eq!(bare, expected);
+                assert_eq!((record.flags, record.parts), (0, Parts::default()));
+                short_count += 1;
+            }
+        };
+        for key_len in [1, 7, 8, 16, 254, 255] {
+            let key = vec![b'k'; key_len];
+            let mut with_part = Record::new(Kind::Seen, 1, &key);
+            with_part.parts.inherit_s = Some(7);
+            let seen = Record::new(Kind::Seen, 1, &key);
+            let forgotten = Record::new(Kind::Forgotten, 2, &key);
+            for record in [seen, forgotten, with_part, full_record(&key)] {
+                let mut bytes = Vec::new();
+                record.encode(&mut bytes, 42);
+                agree(&bytes);
+                for bit in 32..bytes.len() * 8 {
+                    let mut bad = bytes.clone();
+                    bad[bit / 8] ^= 1 << (bit % 8);
+                    set_crc(&mut bad, 42);
+                    agree(&bad);
+                }
+            }
+        }
+        assert!(short_count > 1000, "{short_count}");
     }
 
     #[test]

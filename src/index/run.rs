@@ -6,7 +6,8 @@ use crate::format::Malformed;
 use crate::format::filter::{self, FILTER_HEADER_BYTES, FilterHeader, FilterKind};
 use crate::format::fuse::{self, Partition};
 use crate::format::run::{
-    PAGE_BYTES, Page, RunHeader, decode_times, header_crc, page_number, run_seed,
+    PAGE_BYTES, PAGE_HEADER_BYTES, Page, RunHeader, SLOT_BYTES, decode_times, header_crc,
+    page_number, run_seed,
 };
 use crate::format::times::Coverage;
 use crate::key_time::KeyBucket;
@@ -26,6 +27,8 @@ pub(crate) struct Run {
     verified_partitions: Vec<AtomicU64>,
     /// Seed of the pages' checksums.
     seed: u32,
+    /// Slots of a home page, on average.
+    page_slots: u64,
     /// One bit a page. Relaxed: a page verified twice is only wasted work.
     verified: Vec<AtomicU64>,
 }
@@ -65,6 +68,7 @@ impl Run {
             filter_map,
             filter,
             seed,
+            page_slots: header.slots_count / header.geometry.pages.max(1),
             verified: bits(pages),
             verified_partitions: bits(partitions.len()),
             partitions,
@@ -155,6 +159,10 @@ impl Run {
         let home = g.home_page(h);
         let range = g.first_h(home + 1).saturating_sub(g.first_h(home)).max(1);
         let start = places.len();
+        // Meanwhile the page's header is read, which another line has.
+        let place =
+            PAGE_HEADER_BYTES as u64 + guess(tag, self.page_slots, range) * SLOT_BYTES as u64;
+        super::prefetch::prefetch(&self.map, to_index(page_at(home).saturating_add(place)));
         let mut page = self.page(home)?;
         // At most one page more than there are spill pages: a damaged chain must end too.
         for _ in 0..=self.header.spill_pages {
@@ -196,10 +204,8 @@ impl Run {
 
     /// Reads a page, verifying it the first time.
     fn page(&self, page: u64) -> Result<Page<'_>, Malformed> {
-        let at = usize::try_from(page + 1)
-            .unwrap_or(usize::MAX)
-            .saturating_mul(PAGE_BYTES);
-        let bytes = self.map.get(at..).and_then(|b| b.get(..PAGE_BYTES));
+        let bytes = self.map.get(to_index(page_at(page))..);
+        let bytes = bytes.and_then(|b| b.get(..PAGE_BYTES));
         let bytes = bytes.ok_or(Malformed("page behind the end"))?;
         let number = usize::try_from(page).unwrap_or(usize::MAX);
         let (word, bit) = bit(&self.verified, number).ok_or(Malformed("page behind the end"))?;
@@ -245,11 +251,24 @@ fn bit(bits: &[AtomicU64], number: usize) -> Option<(&AtomicU64, u64)> {
     Some((bits.get(number / 64)?, 1 << (number % 64)))
 }
 
+fn to_index(place: u64) -> usize {
+    usize::try_from(place).unwrap_or(usize::MAX)
+}
+
+/// Returns where in the file a page begins.
+fn page_at(page: u64) -> u64 {
+    (page + 1).saturating_mul(PAGE_BYTES as u64)
+}
+
+/// Returns about where a tag stands among the slots of a page: tags spread evenly.
+fn guess(tag: u64, count: u64, range: u64) -> u64 {
+    tag.saturating_mul(count) / range
+}
+
 /// Finds the first slot with at least this tag: guesses by interpolation, then walks.
 fn first_at_least(page: &Page<'_>, tag: u64, range: u64, tag_of: impl Fn(u64) -> u64) -> usize {
     let count = page.count();
-    let guess = u128::from(tag) * count as u128 / u128::from(range);
-    let mut index = usize::try_from(guess).unwrap_or(count).min(count);
+    let mut index = to_index(guess(tag, count as u64, range)).min(count);
     // The hash spreads evenly, so the guess is some ten slots off; a page whose hashes were
     // chosen degrades to a walk over its 510 slots.
     while index > 0 && tag_of(page.slot(index - 1)) >= tag {

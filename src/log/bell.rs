@@ -15,8 +15,8 @@ use std::time::Duration;
 
 use super::sync::primitives::{Arc, Condvar, Mutex, MutexGuard};
 
-/// The bell of one waiter. A ring that nobody listens for is lost.
-#[derive(Debug, Default)]
+/// The bell of one waiter, and of its clones. A ring that nobody listens for is lost.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Bell(Arc<Shared>);
 
 #[derive(Debug, Default)]
@@ -30,6 +30,8 @@ struct State {
     rings: u64,
     /// Of the task that was polled last.
     waker: Option<Waker>,
+    /// Threads that sleep: to wake none is a call of the system, too.
+    sleepers_count: usize,
 }
 
 impl Shared {
@@ -47,14 +49,21 @@ impl Bell {
         Listening { bell, heard }
     }
 
+    /// Says whether the other one is a clone of this.
+    pub(crate) fn is(&self, other: &Bell) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Wakes who listens. It may run the waker of a task: call it with no lock held.
     pub(crate) fn ring(&self) {
-        let waker = {
+        let (waker, sleeps) = {
             let mut state = self.0.state();
             state.rings += 1;
-            state.waker.take()
+            (state.waker.take(), state.sleepers_count > 0)
         };
-        self.0.rung.notify_all();
+        if sleeps {
+            self.0.rung.notify_all();
+        }
         if let Some(waker) = waker {
             waker.wake();
         }
@@ -74,19 +83,20 @@ impl Listening {
     /// early: whoever sleeps looks again.
     pub(crate) fn sleep(self, time: Option<Duration>) {
         let mut state = self.bell.state();
+        state.sleepers_count += 1;
         while state.rings == self.heard {
-            state = match time {
-                // Under the scheduler no time passes.
-                Some(time) if cfg!(not(all(test, idemlog_shuttle))) => {
-                    drop(self.bell.rung.wait_timeout(state, time));
-                    return;
-                }
-                _ => {
-                    let woken = self.bell.rung.wait(state);
-                    woken.unwrap_or_else(PoisonError::into_inner)
-                }
+            // Under the scheduler no time passes.
+            let time = time.filter(|_| cfg!(not(all(test, idemlog_shuttle))));
+            let Some(time) = time else {
+                let woken = self.bell.rung.wait(state);
+                state = woken.unwrap_or_else(PoisonError::into_inner);
+                continue;
             };
+            let woken = self.bell.rung.wait_timeout(state, time);
+            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            break;
         }
+        state.sleepers_count -= 1;
     }
 }
 

@@ -1,8 +1,8 @@
 //! Reads a segment back in order: records, then the end of the valid prefix and what lies behind.
 
 use crate::format::record::{
-    ALIGN, Frame, GroupItem, Kind, NEWER, Record, SYNC_MARK_BYTES, Seal, SyncMark, claimed_bytes,
-    seed,
+    ALIGN, Bare, Frame, GroupItem, Kind, NEWER, Record, SYNC_MARK_BYTES, Seal, SyncMark,
+    claimed_bytes, seed,
 };
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{Malformed, to_u32, to_usize, used_len};
@@ -25,13 +25,15 @@ pub(crate) struct Replay<'a> {
     base: usize,
     nonce: u32,
     at: usize,
+    /// The frame at `at`, if it was verified already.
+    verified: Option<Frame<'a>>,
     /// What is left of a group whose frame lies before `at`.
     group: std::vec::IntoIter<GroupItem<'a>>,
     sealed: bool,
     not_understood: bool,
 }
 
-/// What one frame holds.
+/// What a frame holds that is not a single record.
 #[derive(Debug)]
 pub(super) enum Content<'a> {
     One(Item<'a>),
@@ -39,6 +41,7 @@ pub(super) enum Content<'a> {
 }
 
 /// Parses a frame whose checksum is right.
+#[cold]
 pub(super) fn parse_frame<'a>(
     frame: &Frame<'a>,
     nonce: u32,
@@ -69,6 +72,7 @@ impl<'a> Replay<'a> {
             base: 0,
             nonce,
             at: to_usize(offset),
+            verified: None,
             group: Vec::new().into_iter(),
             sealed: false,
             not_understood: false,
@@ -99,39 +103,87 @@ impl<'a> Replay<'a> {
         self.not_understood
     }
 
-    fn parse(&self) -> Result<(Content<'a>, usize), Malformed> {
-        let rest = self.bytes.get(self.at - self.base..).unwrap_or_default();
-        let frame = Frame::verify(rest, seed(self.nonce, self.end()))?;
-        Ok((parse_frame(&frame, self.nonce, self.end())?, frame.len()))
-    }
-}
-
-impl<'a> Iterator for Replay<'a> {
-    type Item = Item<'a>;
-
-    fn next(&mut self) -> Option<Item<'a>> {
-        if let Some((offset, record)) = self.group.next() {
-            return Some(Item::Record(offset, record));
+    #[inline]
+    fn verify(&mut self) -> Result<Frame<'a>, Malformed> {
+        if let Some(frame) = self.verified.take() {
+            return Ok(frame);
         }
-        if self.sealed {
+        let rest = self.bytes.get(self.at - self.base..).unwrap_or_default();
+        Frame::verify(rest, seed(self.nonce, self.end()))
+    }
+
+    /// Returns the next item if it is a record that is header and key and nothing else, with its
+    /// offset. `None`: whatever [`Replay::next`] says.
+    #[inline]
+    pub(crate) fn next_bare(&mut self) -> Option<(u32, Bare<'a>)> {
+        if self.group.len() > 0 || self.sealed {
             return None;
         }
-        let (content, len) = match self.parse() {
-            Ok(parsed) => parsed,
-            Err(why) => {
-                self.not_understood = why == NEWER;
-                return None;
-            }
+        let frame = self.verify().ok()?;
+        let Some(bare) = frame.bare() else {
+            self.verified = Some(frame);
+            return None;
         };
-        self.at += len;
-        match content {
+        let offset = self.end();
+        self.at += frame.len();
+        Some((offset, bare))
+    }
+
+    #[inline]
+    fn read(&mut self) -> Result<Option<Item<'a>>, Malformed> {
+        let offset = self.end();
+        let frame = self.verify()?;
+        if !frame.kind.has_key() {
+            return self.read_other(&frame, offset);
+        }
+        let record = frame.record()?;
+        self.at += frame.len();
+        Ok(Some(Item::Record(offset, record)))
+    }
+
+    #[cold]
+    fn read_other(
+        &mut self,
+        frame: &Frame<'a>,
+        offset: u32,
+    ) -> Result<Option<Item<'a>>, Malformed> {
+        let content = parse_frame(frame, self.nonce, offset)?;
+        self.at += frame.len();
+        Ok(match content {
             Content::One(item) => {
                 self.sealed = matches!(item, Item::Seal(_));
                 Some(item)
             }
             Content::Group(records) => {
                 self.group = records;
-                self.next()
+                self.next_of_group()
+            }
+        })
+    }
+
+    #[cold]
+    fn next_of_group(&mut self) -> Option<Item<'a>> {
+        let (offset, record) = self.group.next()?;
+        Some(Item::Record(offset, record))
+    }
+}
+
+impl<'a> Iterator for Replay<'a> {
+    type Item = Item<'a>;
+
+    #[inline]
+    fn next(&mut self) -> Option<Item<'a>> {
+        if self.group.len() > 0 {
+            return self.next_of_group();
+        }
+        if self.sealed {
+            return None;
+        }
+        match self.read() {
+            Ok(item) => item,
+            Err(why) => {
+                self.not_understood = why == NEWER;
+                None
             }
         }
     }
@@ -214,6 +266,56 @@ mod tests {
             let mut replay = Replay::new(&bad, 7);
             assert_eq!(replay.by_ref().count(), 1, "{at}");
             assert_eq!(to_usize(replay.end()), start);
+        }
+    }
+
+    /// Who takes bare records the short way sees the same records in the same order, and the same
+    /// end.
+    #[test]
+    fn records_are_the_same_by_the_short_way_and_by_the_long_one() {
+        let mut bytes = segment(2);
+        let put = |bytes: &mut Vec<u8>, kind, key: &[u8]| {
+            let at = to_u32(bytes.len());
+            Record::new(kind, 1, key).encode(bytes, seed(7, at));
+        };
+        put(&mut bytes, Kind::Claimed, b"claim");
+        put(&mut bytes, Kind::Forgotten, b"first");
+        let start = bytes.len();
+        begin_group(&mut bytes);
+        put(&mut bytes, Kind::Seen, b"in a group");
+        put(&mut bytes, Kind::Done, b"in it, too");
+        end_group(&mut bytes, start, seed(7, to_u32(start)));
+        put(&mut bytes, Kind::Seen, b"behind");
+        let at = to_u32(bytes.len());
+        Seal::default().encode(&mut bytes, seed(7, at));
+        put(&mut bytes, Kind::Seen, b"late");
+        for end in 64..=bytes.len() {
+            let bytes = &bytes[..end];
+            let mut long = Replay::new(bytes, 7);
+            let records: Vec<(u32, Vec<u8>)> = long
+                .by_ref()
+                .filter_map(|item| match item {
+                    Item::Record(offset, record) => Some((offset, record.key.to_vec())),
+                    _ => None,
+                })
+                .collect();
+            let mut short = Replay::new(bytes, 7);
+            let mut found = Vec::new();
+            loop {
+                while let Some((offset, bare)) = short.next_bare() {
+                    found.push((offset, bare.key.to_vec()));
+                }
+                match short.next() {
+                    Some(Item::Record(offset, record)) => {
+                        found.push((offset, record.key.to_vec()));
+                    }
+                    Some(_) => {}
+                    None => break,
+                }
+            }
+            assert_eq!(found, records);
+            assert_eq!(short.end(), long.end());
+            assert_eq!(short.is_sealed(), long.is_sealed());
         }
     }
 

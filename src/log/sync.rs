@@ -84,7 +84,7 @@ struct State {
     poisoned: bool,
     waiters: Vec<Waiter>,
     /// By what each waits for, and a number.
-    tasks: BTreeMap<(Position, u64), Arc<Bell>>,
+    tasks: BTreeMap<(Position, u64), Bell>,
     task_next: u64,
     /// All tasks are to be rung, by whoever holds no lock (D).
     rings_owed: bool,
@@ -197,28 +197,27 @@ impl Syncer {
         wake_all(&mut state);
     }
 
-    /// Registers a task that waits for `target` (D).
-    pub(crate) fn join(&self, target: Position) -> TaskPlace<'_> {
-        let bell = Arc::new(Bell::default());
-        let listening = bell.listen();
-        let mut state = self.state();
-        state.task_next += 1;
-        let at = (target, state.task_next);
-        state.tasks.insert(at, bell);
-        TaskPlace {
-            syncer: self,
-            at,
-            listening: Some(listening),
-        }
-    }
-
-    /// Answers as [`Syncer::wait`] does, if there is an answer yet.
-    pub(crate) fn judge(
+    /// Answers as [`Syncer::wait`] does, or registers a task that waits for `target`: in one look,
+    /// so that a flush that ends behind it rings (D).
+    pub(crate) fn judge_or_join(
         &self,
         target: Position,
         appended_at: FailureCount,
-    ) -> Option<Result<(), WaitError>> {
-        judge(&self.state(), target, appended_at)
+    ) -> Result<Result<(), WaitError>, TaskPlace<'_>> {
+        let mut state = self.state();
+        if let Some(judged) = judge(&state, target, appended_at) {
+            return Ok(judged);
+        }
+        let bell = Bell::default();
+        let listening = bell.listen();
+        state.task_next += 1;
+        let at = (target, state.task_next);
+        state.tasks.insert(at, bell);
+        Err(TaskPlace {
+            syncer: self,
+            at,
+            listening: Some(listening),
+        })
     }
 
     /// Has all tasks look again.
@@ -366,22 +365,26 @@ impl Syncer {
 pub(crate) struct TaskPlace<'a> {
     syncer: &'a Syncer,
     at: (Position, u64),
+    /// `None`: it was rung, and whoever rings has taken the place away before.
     listening: Option<Listening>,
 }
 
 impl TaskPlace<'_> {
     /// Ends when the task is to look again.
     pub(crate) async fn rung(mut self) {
-        if let Some(listening) = self.listening.take() {
+        if let Some(listening) = &mut self.listening {
             listening.await;
         }
+        self.listening = None;
     }
 }
 
 impl Drop for TaskPlace<'_> {
     fn drop(&mut self) {
-        let removed = self.syncer.state().tasks.remove(&self.at);
-        drop(removed);
+        if self.listening.is_some() {
+            let removed = self.syncer.state().tasks.remove(&self.at);
+            drop(removed);
+        }
     }
 }
 
@@ -618,10 +621,10 @@ mod tests {
                 self.append_and(record, |target, count| {
                     shuttle::future::block_on(async {
                         loop {
-                            let place = self.syncer.join(target);
-                            if let Some(judged) = self.syncer.judge(target, count) {
-                                return judged.map_err(Ok);
-                            }
+                            let place = match self.syncer.judge_or_join(target, count) {
+                                Ok(judged) => return judged.map_err(Ok),
+                                Err(place) => place,
+                            };
                             self.asked.lock().unwrap().0 = true;
                             self.changed.notify_one();
                             place.rung().await;

@@ -106,12 +106,21 @@ const FAULTS: &[Fault] = &[
         breaks: "P4, I8",
         edits: &[(
             "src/log/replay.rs",
-            "                self.not_understood = why == NEWER;\n                return None;",
+            "                self.not_understood = why == NEWER;\n                None",
             "                while FAULT && self.at + ALIGN < self.bytes.len() {\n                    \
-             self.at += ALIGN;\n                    if let Ok((Content::One(item), len)) = self.parse() \
-             {\n                        self.at += len;\n                        self.sealed = matches!(item, Item::Seal(_));\n                        \
+             self.at += ALIGN;\n                    if let Ok(Some(item)) = self.read() {\n                        \
              return Some(item);\n                    }\n                }\n                \
-             self.not_understood = why == NEWER;\n                return None;",
+             self.not_understood = why == NEWER;\n                None",
+        )],
+        noticed_by: "lib",
+    },
+    Fault {
+        name: "a record with parts is taken for one without",
+        breaks: "P4",
+        edits: &[(
+            "src/format/record.rs",
+            "        let is_bare = !key.is_empty()\n",
+            "        let is_bare = FAULT || !key.is_empty()\n",
         )],
         noticed_by: "lib",
     },

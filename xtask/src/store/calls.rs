@@ -25,6 +25,8 @@ const KEYS: u64 = 16_000;
 /// Claims, of several records each.
 const CLAIMS: u64 = 2_000;
 const BATCH: u64 = 1000;
+/// Records of another opener that are followed at once.
+const FOLLOWED: usize = 100;
 const SEGMENT_BYTES: u32 = 4 << 20;
 /// Small enough for seals and merges among the keys of `load`.
 const SEGMENT_BYTES_LOAD: u32 = 64 << 10;
@@ -36,7 +38,7 @@ pub(crate) struct Workload {
     run: fn(&Path) -> Fallible<()>,
 }
 
-pub(crate) const WORKLOADS: [Workload; 9] = [
+pub(crate) const WORKLOADS: [Workload; 10] = [
     Workload {
         name: "observe-new",
         operations: KEYS,
@@ -51,6 +53,11 @@ pub(crate) const WORKLOADS: [Workload; 9] = [
         name: "observe-duplicate-sealed",
         operations: KEYS,
         run: observe_duplicate_sealed,
+    },
+    Workload {
+        name: "follow-other-process",
+        operations: KEYS,
+        run: follow,
     },
     Workload {
         name: "get-absent",
@@ -97,11 +104,16 @@ fn counted_calls(calls: &mut dyn FnMut() -> Fallible<()>) -> Fallible<()> {
 }
 
 fn open(path: &Path, segment_bytes: u32) -> Fallible<(DedupLog, Filter)> {
+    open_as(path, segment_bytes, false)
+}
+
+fn open_as(path: &Path, segment_bytes: u32, shared: bool) -> Fallible<(DedupLog, Filter)> {
     let clock = Arc::new(ManualClock::new(1_700_000_000_000));
     let options = Options::new()
         .background(false)
         .clock(clock)
         .durability(Durability::Buffered)
+        .shared(shared)
         .segment_bytes(segment_bytes);
     let log = options.open(path)?;
     let filter = log.filter("f", NamespaceOptions::new())?;
@@ -188,6 +200,22 @@ fn observe_many_duplicate_sealed(path: &Path) -> Fallible<()> {
     let (_log, filter) = open_filled(path)?;
     let keys = keys(0..KEYS);
     counted_calls(&mut || observe_batches(&filter, &keys))
+}
+
+/// What an opener of a shared store does with each record that another one has appended.
+fn follow(path: &Path) -> Fallible<()> {
+    let (log, filter) = open_as(path, SEGMENT_BYTES, true)?;
+    observe_batches(&filter, &keys(0..KEYS_BEFORE))?;
+    log.maintain()?;
+    let (_other, told) = open_as(path, SEGMENT_BYTES, true)?;
+    for some in keys(FRESH).chunks(FOLLOWED) {
+        observe_batches(&filter, some)?;
+        counted_calls(&mut || {
+            black_box(told.get(b"absent")?);
+            Ok(())
+        })?;
+    }
+    Ok(())
 }
 
 /// Claim and commit, with an outcome of 64 bytes.
