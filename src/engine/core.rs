@@ -169,6 +169,9 @@ pub(crate) struct Core {
     /// By position: the unsettled records that are their key's newest.
     pub(crate) unsettled: BTreeMap<u64, UnsettledEntry>,
     pub(crate) owed_bytes: u64,
+    /// What was known of unsettled records before a restart that is not over: only this opener
+    /// knows the leases that it has granted.
+    pub(crate) granted: BTreeMap<u64, UnsettledEntry>,
     /// The largest frame that a namespace opened so far may write.
     pub(crate) frame_bytes_max: u32,
     pub(crate) stamps: Stamps,
@@ -207,6 +210,7 @@ impl Core {
             view: Arc::default(),
             unsettled: BTreeMap::new(),
             owed_bytes: 0,
+            granted: BTreeMap::new(),
             frame_bytes_max: 0,
             stamps,
             namespaces: BTreeMap::new(),

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use super::Engine;
 use super::append::Appended;
 use super::core::{Core, Need, Older, Room};
 use super::handle::Handle;
@@ -10,6 +9,7 @@ use super::lookup::{Completed, Searched, Snapshot, Wanted};
 use super::namespace::Space;
 use super::pass::{Item, Rests, Written, fetch_table_ahead, later, next_pass};
 use super::update::{Basis, Levels, Step};
+use super::{Engine, check_open};
 use crate::clock::Now;
 use crate::error::{Error, Result};
 use crate::format::record::{Kind, Record};
@@ -263,7 +263,7 @@ impl Filter {
                 answers.push(Err(error));
                 continue;
             }
-            answers.push(Ok(engine.get(&self.space, key)? == KeyState::Seen));
+            answers.push(Ok(engine.is_seen(&self.space, key)?));
         }
         Ok(answers)
     }
@@ -273,7 +273,14 @@ impl Filter {
     /// # Errors
     /// As [`Filter::check_many`]; also `Invalid` for a bad key.
     pub fn get(&self, key: impl AsRef<[u8]>) -> Result<KeyState> {
-        self.handle.engine.get(&self.space, key.as_ref())
+        let key = key.as_ref();
+        check_key(key)?;
+        let is_seen = self.handle.engine.is_seen(&self.space, key)?;
+        Ok(if is_seen {
+            KeyState::Seen
+        } else {
+            KeyState::Absent
+        })
     }
 
     /// Makes a key absent, durably: it is new when observed again.
@@ -418,6 +425,30 @@ fn is_remembered(older: &Older, now: &Now) -> bool {
 }
 
 impl Engine {
+    /// Says whether a filter's key is remembered, as [`Engine::get`] does, which also tells what
+    /// more a claim's record says. The caller has checked the key.
+    fn is_seen(&self, space: &Space, key: &[u8]) -> Result<bool> {
+        let located = self.locate(self.wanted_in(space, key), |_| ())?;
+        let now = self.now();
+        {
+            let core = self.core();
+            check_open(&core)?;
+            core.check_namespace(space)?;
+        }
+        let newest = located.hit.map(|hit| hit.older);
+        self.check_trustworthy(newest.map(|newest| newest.position))?;
+        if let Some(newest) = newest {
+            // A duplicate is told only of what is as durable as the namespace says.
+            let level = self.level(space.options.durability, None);
+            self.ensure(newest.position.after(), located.failures, level)?;
+        }
+        let is_seen = newest.is_some_and(|newest| is_remembered(&newest, &now));
+        if !is_seen {
+            self.check_whole()?;
+        }
+        Ok(is_seen)
+    }
+
     pub(super) fn count(&self, observed: Observed) {
         match observed {
             Observed::New => self.counters.new.add(1),

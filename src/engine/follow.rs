@@ -561,7 +561,6 @@ impl Engine {
     pub(super) fn start_again(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
         let view = self.core().view.clone();
         let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view, reach)?;
-        let granted: BTreeMap<u64, UnsettledEntry> = self.core().unsettled.clone();
         let listed = {
             let mut core = self.core();
             core.is_behind = true;
@@ -570,7 +569,10 @@ impl Engine {
             if self.reader.is_none() {
                 core.map_frozen();
             }
-            core.unsettled.clear();
+            for (at, entry) in std::mem::take(&mut core.unsettled) {
+                // A restart that has failed had more to keep.
+                core.granted.entry(at).or_insert(entry);
+            }
             core.owed_bytes = 0;
             self.follow_rest(&mut core, manifest);
             listed
@@ -578,6 +580,7 @@ impl Engine {
         let (sealed, active) = listed;
         self.gather_unsettled(sealed, active)?;
         let mut core = self.core();
+        let granted = std::mem::take(&mut core.granted);
         let mut more = 0i128;
         for (at, entry) in &mut core.unsettled {
             if let Some(before) = granted.get(at) {
@@ -708,6 +711,50 @@ mod tests {
         let engine = &log.handle.engine;
         engine.follow_ahead(engine.shared.as_ref().unwrap());
         engine.core().writer.end_offset()
+    }
+
+    /// What counts of a piece: lists of what is not settled only with the seal behind them, and a
+    /// group as one frame with records at their own offsets.
+    #[test]
+    fn a_piece_ends_behind_its_last_frame_that_counts() {
+        use super::Piece;
+        use crate::format::record::{
+            Kind, Record, Seal, begin_group, encode_unsettled, end_group, seed,
+        };
+        use crate::format::to_u32;
+        const AT: u32 = 640;
+        let mut bytes = Vec::new();
+        let next = |bytes: &[u8]| AT + to_u32(bytes.len());
+        let put = |bytes: &mut Vec<u8>, key: &[u8]| {
+            let at = next(bytes);
+            Record::new(Kind::Seen, 1, key).encode(bytes, seed(7, at));
+            at
+        };
+        let read = |bytes: &[u8]| {
+            let piece = Piece::read(bytes, 7, AT, |_, key| u64::from(key[0]));
+            let is_sealed = piece.seal.is_some();
+            (piece.records, piece.last, piece.end, piece.torn, is_sealed)
+        };
+        let first = put(&mut bytes, b"first");
+        let group = bytes.len();
+        begin_group(&mut bytes);
+        let members = [b"a", b"b"].map(|key| put(&mut bytes, key));
+        end_group(&mut bytes, group, seed(7, AT + to_u32(group)));
+        let mut records = vec![(u64::from(b'f'), first)];
+        records.extend([(u64::from(b'a'), members[0]), (u64::from(b'b'), members[1])]);
+        let end = next(&bytes);
+        let expected = (records.clone(), AT + to_u32(group), end, end, false);
+        assert_eq!(read(&bytes), expected);
+        let last = put(&mut bytes, b"last");
+        records.push((u64::from(b'l'), last));
+        let end = next(&bytes);
+        assert_eq!(read(&bytes), (records.clone(), last, end, end, false));
+        encode_unsettled(&[first], &mut bytes, seed(7, end));
+        let listed = next(&bytes);
+        assert_eq!(read(&bytes), (records.clone(), last, end, listed, false));
+        Seal::default().encode(&mut bytes, seed(7, listed));
+        let sealed = next(&bytes);
+        assert_eq!(read(&bytes), (records, listed, sealed, sealed, true));
     }
 
     /// Without the turn as much is read as was told when a turn ended, and no more: what lies

@@ -421,6 +421,8 @@ impl Engine {
                 .map(|f| u64::from(f.segment.bytes))
                 .sum::<u64>();
         stats.runs_count = view.parts.len() as u64;
+        let fuse = view.parts.iter().filter(|part| part.run.has_fuse_filter());
+        stats.fuse_filters_count = fuse.count() as u64;
         stats.run_bytes = view.parts.iter().map(|p| p.run.run_bytes()).sum();
         stats.filter_bytes = view.parts.iter().map(|p| p.run.filter_bytes()).sum();
         stats.table_bytes = (core.table.memory_bytes()

@@ -325,6 +325,7 @@ impl Part {
         self.damaged.store(true, Ordering::Relaxed);
     }
 
+    #[inline]
     pub(crate) fn is_damaged(&self) -> bool {
         // Relaxed: whoever set it has also woken the background.
         self.damaged.load(Ordering::Relaxed)

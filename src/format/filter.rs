@@ -205,12 +205,13 @@ impl BloomBuilder {
         h: u64,
         write: impl FnMut(&[u8], u64) -> Result<(), E>,
     ) -> Result<(), E> {
-        let (number, masks) = place(h, self.blocks_count);
+        let number = block_of(self.blocks_count, h);
         if number > self.number {
             self.end_blocks(number, write)?;
         }
-        for (word, mask) in self.block.iter_mut().zip(masks) {
-            *word |= mask;
+        let low = low_bits(h);
+        for (word, salt) in self.block.iter_mut().zip(SALT) {
+            *word |= mask(low, salt);
         }
         Ok(())
     }
@@ -261,40 +262,44 @@ impl BloomBuilder {
 /// Says whether the blocks may hold h; `false` is certain. A missing block counts as "may".
 #[inline]
 pub(crate) fn may_contain(body: &[u8], blocks_count: u32, h: u64) -> bool {
-    let (block, masks) = place(h, blocks_count);
-    let Some(words) = body
-        .get(block * BLOCK_BYTES..)
-        .and_then(|b| b.first_chunk::<BLOCK_BYTES>())
-    else {
+    let block = body.get(block_at(blocks_count, h)..);
+    let Some(block) = block.and_then(|b| b.first_chunk::<BLOCK_BYTES>()) else {
         return true;
     };
+    // Without a branch a word: each would be guessed wrong every other time.
+    let low = low_bits(h);
     let mut missing = 0;
-    for (word, mask) in words.chunks_exact(4).zip(masks) {
-        let word = word
-            .first_chunk::<4>()
-            .map_or(u32::MAX, |w| u32::from_le_bytes(*w));
-        missing |= !word & mask;
+    for (word, salt) in block.as_chunks().0.iter().zip(SALT) {
+        missing |= !u32::from_le_bytes(*word) & mask(low, salt);
     }
     missing == 0
 }
 
 /// Returns where in the body the block of h begins.
+#[inline]
 pub(crate) fn block_at(blocks_count: u32, h: u64) -> usize {
-    place(h, blocks_count).0 * BLOCK_BYTES
+    block_of(blocks_count, h) * BLOCK_BYTES
 }
 
-/// Returns the block of h and its bit in each word. The blocks have the order of the hashes, so
-/// that who writes ascending hashes writes one block after the other.
+/// Returns the block of h. The blocks have the order of the hashes, so that who writes ascending
+/// hashes writes one block after the other.
 #[inline]
-fn place(h: u64, blocks_count: u32) -> (usize, [u32; 8]) {
+fn block_of(blocks_count: u32, h: u64) -> usize {
     let block = (h * u64::from(blocks_count)) >> HASH_BITS;
-    // The block says the upper bits of h; the multiplication lets the lower ones decide the rest.
+    usize::try_from(block).unwrap_or(0)
+}
+
+/// The block says the upper bits of h; the multiplication lets the lower ones decide the rest.
+#[inline]
+fn low_bits(h: u64) -> u32 {
     let mixed = h.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-    let low = u32::try_from(mixed).unwrap_or(0);
-    (
-        usize::try_from(block).unwrap_or(0),
-        SALT.map(|salt| 1 << (low.wrapping_mul(salt) >> 27)),
-    )
+    u32::try_from(mixed).unwrap_or(0)
+}
+
+/// Returns the bit of h in the word of this salt.
+#[inline]
+fn mask(low: u32, salt: u32) -> u32 {
+    1 << (low.wrapping_mul(salt) >> 27)
 }
 
 #[cfg(test)]

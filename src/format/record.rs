@@ -418,8 +418,9 @@ impl<'a> Frame<'a> {
 
     /// Returns the frame at the start of bytes in which it was verified before.
     pub(crate) fn verified(bytes: &'a [u8]) -> Result<Frame<'a>, Malformed> {
-        let len = claimed_bytes(bytes).unwrap_or_default();
-        let frame = bytes.get(..len).unwrap_or_default();
+        let missing = Malformed("no frame starts here");
+        let len = claimed_bytes(bytes).ok_or(missing)?;
+        let frame = bytes.get(..len).ok_or(missing)?;
         let kind = frame.get(6).and_then(|b| Kind::from_u8(*b)).ok_or(NEWER)?;
         Ok(Frame { kind, bytes: frame })
     }

@@ -142,6 +142,10 @@ impl Run {
         super::prefetch::prefetch(&self.filter_map, at);
     }
 
+    pub(crate) fn has_fuse_filter(&self) -> bool {
+        self.filter.kind == FilterKind::Fuse
+    }
+
     /// Returns the bytes of the filter file.
     pub(crate) fn filter_bytes(&self) -> u64 {
         self.filter_map.len() as u64

@@ -33,14 +33,14 @@ pub(crate) struct Replay<'a> {
     not_understood: bool,
 }
 
-/// What a frame holds that is not a single record.
+/// What one frame holds.
 #[derive(Debug)]
 pub(super) enum Content<'a> {
     One(Item<'a>),
     Group(std::vec::IntoIter<GroupItem<'a>>),
 }
 
-/// Parses a frame whose checksum is right.
+/// Parses a frame whose checksum is right, whatever it holds.
 #[cold]
 pub(super) fn parse_frame<'a>(
     frame: &Frame<'a>,
@@ -213,7 +213,7 @@ pub(crate) fn proven_behind(bytes: &[u8], nonce: u32, from: u32) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::format::record::{begin_group, end_group};
+    use crate::format::record::{begin_group, encode_unsettled, end_group};
 
     fn segment(records: usize) -> Vec<u8> {
         let mut bytes = vec![0; SEGMENT_HEADER_BYTES];
@@ -269,8 +269,26 @@ mod tests {
         }
     }
 
+    type Seen = (Vec<(u32, Vec<u8>)>, u32, bool, bool);
+
+    fn seen(mut replay: Replay<'_>, short: bool) -> Seen {
+        let mut found = Vec::new();
+        loop {
+            while let Some((offset, bare)) = short.then(|| replay.next_bare()).flatten() {
+                found.push((offset, bare.key.to_vec()));
+            }
+            match replay.next() {
+                Some(Item::Record(offset, record)) => found.push((offset, record.key.to_vec())),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        let ended = (replay.is_sealed(), replay.is_not_understood());
+        (found, replay.end(), ended.0, ended.1)
+    }
+
     /// Who takes bare records the short way sees the same records in the same order, and the same
-    /// end.
+    /// end, wherever the bytes are cut and whichever frame is of a later version.
     #[test]
     fn records_are_the_same_by_the_short_way_and_by_the_long_one() {
         let mut bytes = segment(2);
@@ -286,37 +304,43 @@ mod tests {
         put(&mut bytes, Kind::Done, b"in it, too");
         end_group(&mut bytes, start, seed(7, to_u32(start)));
         put(&mut bytes, Kind::Seen, b"behind");
+        let mark = SyncMark {
+            durable: 9,
+            trusted_ms: 1,
+        };
+        let at = to_u32(bytes.len());
+        mark.encode(&mut bytes, seed(7, at));
+        put(&mut bytes, Kind::Seen, b"behind a mark");
+        let at = to_u32(bytes.len());
+        encode_unsettled(&[64], &mut bytes, seed(7, at));
         let at = to_u32(bytes.len());
         Seal::default().encode(&mut bytes, seed(7, at));
         put(&mut bytes, Kind::Seen, b"late");
+        let agree = |bytes: &[u8]| {
+            let long = seen(Replay::new(bytes, 7), false);
+            assert_eq!(seen(Replay::new(bytes, 7), true), long);
+            long
+        };
         for end in 64..=bytes.len() {
-            let bytes = &bytes[..end];
-            let mut long = Replay::new(bytes, 7);
-            let records: Vec<(u32, Vec<u8>)> = long
-                .by_ref()
-                .filter_map(|item| match item {
-                    Item::Record(offset, record) => Some((offset, record.key.to_vec())),
-                    _ => None,
-                })
-                .collect();
-            let mut short = Replay::new(bytes, 7);
-            let mut found = Vec::new();
-            loop {
-                while let Some((offset, bare)) = short.next_bare() {
-                    found.push((offset, bare.key.to_vec()));
-                }
-                match short.next() {
-                    Some(Item::Record(offset, record)) => {
-                        found.push((offset, record.key.to_vec()));
-                    }
-                    Some(_) => {}
-                    None => break,
-                }
-            }
-            assert_eq!(found, records);
-            assert_eq!(short.end(), long.end());
-            assert_eq!(short.is_sealed(), long.is_sealed());
+            agree(&bytes[..end]);
         }
+        let (_, sealed_at, ..) = agree(&bytes);
+        let (mut at, mut newer_count) = (64, 0);
+        while at < to_usize(sealed_at) {
+            let frame = Frame::verify(&bytes[at..], seed(7, to_u32(at))).unwrap();
+            // A kind of a later version, under a right checksum.
+            let mut other = bytes.clone();
+            other[at + 6] = 99;
+            let end = at + frame.len();
+            let mut hasher = crc32fast::Hasher::new_with_initial(seed(7, to_u32(at)));
+            hasher.update(&other[at + 4..end]);
+            other[at..at + 4].copy_from_slice(&hasher.finalize().to_le_bytes());
+            let (_, seen_to, _, is_newer) = agree(&other);
+            assert!(is_newer && to_usize(seen_to) == at, "{at}");
+            newer_count += 1;
+            at = end;
+        }
+        assert_eq!(newer_count, 10);
     }
 
     #[test]

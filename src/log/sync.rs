@@ -7,9 +7,10 @@
 //! C. A waiter is woken once: served, failed, or made the next leader. There is a leader as long
 //!    as there are waiters.
 //! D. A task never leads: whoever polls it has a thread that waits in its place (see
-//!    `engine/future.rs`). It is registered before it looks, and rung behind every change that may
-//!    end its wait. No lock is held then: a ring may run the task's waker. Who leads with locks
-//!    held leaves the ring to whoever calls [`Syncer::ring_owed`] once they are released.
+//!    `engine/future.rs`). It looks and is registered in one step, and is rung behind every later
+//!    change that may end its wait. No lock is held then: a ring may run the task's waker. Who
+//!    leads with locks held leaves the ring to whoever calls [`Syncer::ring_owed`] once they are
+//!    released.
 
 use std::collections::BTreeMap;
 use std::sync::PoisonError;
@@ -512,6 +513,7 @@ mod tests {
         use shuttle::rand::Rng;
         use shuttle::sync::Condvar;
         use std::collections::BTreeSet;
+        use std::future::Future;
 
         const RECORD_BYTES: usize = 8;
 
@@ -633,6 +635,25 @@ mod tests {
                 });
             }
 
+            /// A task that is dropped while it waits: it takes nobody's place but its own.
+            fn give_up_as_task(&self, record: u32) {
+                let (target, count) = {
+                    let mut log = self.log();
+                    if log.poisoned {
+                        return;
+                    }
+                    log.records.push(record);
+                    (end_of(log.records.len()), FailureCount::new(log.failures))
+                };
+                if let Err(place) = self.syncer.judge_or_join(target, count) {
+                    let mut waiting = Box::pin(place.rung());
+                    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+                    let polled = waiting.as_mut().poll(&mut context);
+                    shuttle::thread::yield_now();
+                    drop((polled, waiting));
+                }
+            }
+
             /// Flushes for tasks until it is told to stop.
             fn serve(&self) {
                 loop {
@@ -729,6 +750,16 @@ mod tests {
         #[test]
         fn tasks_are_rung_when_they_are_served() {
             tasks("syncer, tasks", Faults::None, 3, World::append);
+        }
+
+        #[test]
+        fn tasks_are_rung_beside_one_that_gives_up() {
+            tasks(
+                "syncer, tasks, one gives up",
+                Faults::None,
+                3,
+                World::give_up_as_task,
+            );
         }
 
         #[test]

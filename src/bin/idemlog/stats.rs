@@ -32,10 +32,12 @@ pub(crate) fn stats(common: &Common) -> Result<u8, Stop> {
 }
 
 /// Returns the gauges: counters of calls start at each open, so they say nothing here.
-fn gauges(stats: &Stats) -> [(&'static str, u64); 7] {
+fn gauges(stats: &Stats) -> [(&'static str, u64); 9] {
     [
         ("segments_count", stats.segments_count),
         ("log_bytes", stats.log_bytes),
+        ("runs_count", stats.runs_count),
+        ("fuse_filters_count", stats.fuse_filters_count),
         ("run_bytes", stats.run_bytes),
         ("filter_bytes", stats.filter_bytes),
         ("table_bytes", stats.table_bytes),

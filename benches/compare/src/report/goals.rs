@@ -519,6 +519,7 @@ fn memory(data: &Data, goals: &mut Vec<Goal>) {
                 "MiB",
             ),
         );
+        filters(data, goals, at);
         let record = ratio(of("idemlog", "own_appended_bytes"), of("idemlog", "keys"));
         let written = ratio(of("idemlog", "written_bytes_per_op"), of("idemlog", "keys"));
         let written = written.and_then(|bytes| Some(bytes * of("idemlog", "ops")?));
@@ -533,6 +534,32 @@ fn memory(data: &Data, goals: &mut Vec<Goal>) {
             beside,
         );
     }
+}
+
+/// What a new key asks: three lines a fuse filter, one a Bloom filter, and one of the table.
+fn filters(data: &Data, goals: &mut Vec<Goal>, at: At<'_>) {
+    let of = |figure| data.value(at, "idemlog", figure);
+    let fuse = of("own_fuse_filters");
+    let bloom = of("own_runs").and_then(|all| Some(all - fuse?));
+    let lines = fuse.and_then(|fuse| Some(3.0 * fuse + bloom? + 1.0));
+    let scenario = format!("filters that a new key asks, {}", show_keys(at.keys));
+    let beside = named(lines.map(|lines| ("together", lines)), "cache lines");
+    push(
+        goals,
+        &scenario,
+        "<= 12 fuse filters",
+        fuse,
+        Bound::AtMost(12.0),
+        beside,
+    );
+    push(
+        goals,
+        &scenario,
+        "<= 4 Bloom filters",
+        bloom,
+        Bound::AtMost(4.0),
+        String::new(),
+    );
 }
 
 fn expiry(data: &Data, goals: &mut Vec<Goal>) {

@@ -86,6 +86,7 @@ impl Store for Ours {
         figures.count("own_drops", stats.drops_count);
         figures.count("own_carried", stats.carried_count);
         figures.count("own_runs", stats.runs_count);
+        figures.count("own_fuse_filters", stats.fuse_filters_count);
         figures.count("own_stalls", stats.stalls_count);
         figures.count("own_log_bytes", stats.log_bytes);
         figures.count("own_run_bytes", stats.run_bytes);
