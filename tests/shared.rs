@@ -690,7 +690,9 @@ fn a_follow_that_fails_half_way_forgets_nothing() {
             let b = Member::open(&disk, &clock);
             let claims = a.claims::<Repeatable>("c");
             let followers = b.claims::<Repeatable>("c");
-            let held = claims.claim("held").unwrap();
+            let ClaimVerdict::New(held) = claims.claim("held").unwrap() else {
+                panic!("the key is new");
+            };
             let own = followers.claim("own").unwrap();
             for n in 0..count {
                 assert_eq!(a.filter.observe(key("k", n)).unwrap(), Observed::New);
@@ -702,6 +704,12 @@ fn a_follow_that_fails_half_way_forgets_nothing() {
                     a.log.maintain().unwrap();
                 }
             }
+            // Who starts again looks for it behind what it has forgotten by then.
+            let renewed = held.renew(Duration::from_secs(60)).unwrap();
+            assert!(
+                matches!(renewed, idemlog::Change::Applied(_)),
+                "{renewed:?}"
+            );
             let first = disk.counts().reads + read;
             disk.fail(Fault::once(first, FaultKind::Io).reads());
             let asked = b.filter.observe("asked");
