@@ -68,8 +68,7 @@ pub(crate) mod watermarks;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock, TryLockError};
-use std::time::Duration;
+use std::sync::{Arc, PoisonError, RwLock};
 
 use self::catalog::{Catalog, EditError};
 use self::core::Core;
@@ -90,8 +89,6 @@ use crate::vfs::{Dir, Lock};
 
 /// Events kept for a callback that does not keep up; further ones are lost.
 const EVENTS_MAX: usize = 10_000;
-/// How long who waits for room sleeps before looking again whether somebody else has made some.
-const UPKEEP_PAUSE: Duration = Duration::from_micros(100);
 
 /// One open store.
 #[derive(Debug)]
@@ -184,19 +181,15 @@ impl Engine {
         Ok(prepare::Maintaining::new(upkeep, gate))
     }
 
-    /// The same, unless another thread or process makes the log go on in a later segment meanwhile
-    /// than this one knows.
+    /// The same, unless another process goes on in a later segment meanwhile than this one knows.
     fn maintenance_unless_rolled(&self) -> Result<Option<prepare::Maintaining<'_>>> {
-        self.check_home()?;
-        self.check_writer()?;
-        let end_ms = self.gate_end_ms();
-        let active = self.core().writer.segment.id;
-        let Some(upkeep) = self.upkeep_unless_rolled(active) else {
-            return Ok(None);
-        };
         let Some(shared) = &self.shared else {
-            return Ok(Some(prepare::Maintaining::new(upkeep, None)));
+            return self.maintenance().map(Some);
         };
+        self.check_home()?;
+        let end_ms = shared.end_ms(self.clock());
+        let active = self.core().writer.segment.id;
+        let upkeep = self.upkeep();
         let Some(gate) = shared.upkeep_gate(active, self.clock(), end_ms)? else {
             return Ok(None);
         };
@@ -217,26 +210,6 @@ impl Engine {
         };
         self.know_all(shared)?;
         Ok(Some(prepare::Maintaining::new(upkeep, Some(gate))))
-    }
-
-    /// Takes the upkeep among threads, unless the log goes on behind this segment meanwhile: who
-    /// copies what is still needed out of old segments makes room for it, and is at it for long.
-    fn upkeep_unless_rolled(&self, active: u64) -> Option<MutexGuard<'_, prepare::Upkeep>> {
-        // Under the scheduler nobody goes on while a thread sleeps for real.
-        if cfg!(all(test, idemlog_shuttle)) {
-            return Some(self.upkeep());
-        }
-        loop {
-            match self.maintenance.try_lock() {
-                Ok(upkeep) => return Some(upkeep),
-                Err(TryLockError::Poisoned(broken)) => return Some(broken.into_inner()),
-                Err(TryLockError::WouldBlock) => {}
-            }
-            if self.core().writer.segment.id > active {
-                return None;
-            }
-            std::thread::park_timeout(UPKEEP_PAUSE);
-        }
     }
 
     fn upkeep(&self) -> MutexGuard<'_, prepare::Upkeep> {

@@ -384,43 +384,6 @@ mod tests {
         assert!(a.stats().segments_count > 5, "{:?}", a.stats());
     }
 
-    /// The same of threads: here one that copies records over for as long as it takes.
-    #[test]
-    fn room_that_another_thread_makes_is_room() {
-        let disk = SimDisk::new();
-        let options = Options::new().segment_bytes(8192).background(false);
-        let log = options.open_on(disk.dir()).unwrap();
-        let options = NamespaceOptions::new().outcome_bytes_max(0);
-        let filter = log.filter("f", options).unwrap();
-        let engine = &log.handle.engine;
-        let mut held = Some(engine.maintenance().unwrap());
-        let room = Room::of_one(256, Need::New { owed_bytes: 0 });
-        let mut rounds_left = 20_000;
-        std::thread::scope(|scope| {
-            let keys = scope.spawn(|| {
-                for n in 0..KEYS {
-                    let observed = filter.observe(format!("{n:->180}"));
-                    assert!(observed.unwrap().is_new(), "{n}");
-                }
-            });
-            while let Some(upkeep) = held.as_mut().filter(|_| !keys.is_finished()) {
-                engine.make_room_held(upkeep, room).unwrap();
-                std::thread::park_timeout(Duration::from_millis(1));
-                rounds_left -= 1;
-                if rounds_left == 0 {
-                    held = None;
-                }
-            }
-            keys.join().unwrap();
-        });
-        assert!(
-            held.is_some(),
-            "there is room, and somebody waits for the upkeep"
-        );
-        drop(held);
-        assert!(log.stats().segments_count > 5, "{:?}", log.stats());
-    }
-
     /// Story: whoever found its segment full still held the view with the table before it, which
     /// was sealed now, while the next one was made.
     #[test]
