@@ -37,6 +37,7 @@ use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::shared::{SHARED_BYTES, SharedCells};
 use crate::format::to_usize;
 use crate::index::KeyHash;
+use crate::log::bell;
 use crate::log::segment::SegmentFile;
 use crate::options::{OpenMode, Options};
 use crate::position::Position;
@@ -409,7 +410,7 @@ impl Reader {
                     ),
                 ));
             }
-            std::thread::park_timeout(PAUSE);
+            bell::pause(PAUSE);
             pauses_count += 1;
         }
     }

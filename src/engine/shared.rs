@@ -22,6 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::StoreId;
 use crate::format::names::{FileName, GateName};
 use crate::format::shared::{Cell, SHARED_BYTES, SharedCells};
+use crate::log::bell;
 use crate::position::Position;
 use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Access, Dir, File, Lock, LockFile, LockMode};
@@ -128,7 +129,7 @@ impl Gate {
                 std::thread::yield_now();
                 continue;
             }
-            std::thread::park_timeout(pause);
+            bell::pause(pause);
             pause = (pause * 2).min(PAUSE_MAX);
         }
     }

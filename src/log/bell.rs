@@ -70,6 +70,14 @@ impl Bell {
     }
 }
 
+/// Sleeps for a moment, for nobody's ring. Not parked: the thread may be an executor's, which is
+/// told to go on by a token that a parked sleep would take.
+pub(crate) fn pause(time: Duration) {
+    let (nothing, never) = (std::sync::Mutex::new(()), std::sync::Condvar::new());
+    let held = nothing.lock().unwrap_or_else(PoisonError::into_inner);
+    drop(never.wait_timeout(held, time));
+}
+
 /// Somebody who listens, until the first ring. As a future it never blocks.
 #[derive(Debug)]
 pub(crate) struct Listening {
@@ -163,6 +171,20 @@ mod tests {
         let polled = polled.recv_timeout(Duration::from_secs(20));
         assert_eq!(polled, Ok(true), "the waker is stuck");
         ringing.unwrap().join().unwrap();
+    }
+
+    #[test]
+    fn a_pause_leaves_the_token_of_its_thread() {
+        let (told, done) = mpsc::channel();
+        let parked = std::thread::Builder::new().spawn(move || {
+            std::thread::current().unpark();
+            pause(Duration::from_millis(1));
+            std::thread::park();
+            told.send(()).unwrap();
+        });
+        let done = done.recv_timeout(Duration::from_secs(20));
+        assert_eq!(done, Ok(()), "the token is gone");
+        parked.unwrap().join().unwrap();
     }
 
     #[test]
