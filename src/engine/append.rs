@@ -70,13 +70,22 @@ impl Engine {
         }
     }
 
+    /// Returns the level that is still to be waited for once [`Engine::finish_append`] has
+    /// returned: at `Process` the record is written.
+    pub(crate) fn level_left(level: Durability) -> Durability {
+        match level {
+            Durability::Process => Durability::Buffered,
+            level => level,
+        }
+    }
+
     /// Hands the log image to the system. On failure everything since the last write is taken
     /// back, or the store is poisoned.
     pub(crate) fn write_out(&self, core: &mut Core) -> Result<()> {
         if !core.writer.has_unwritten() {
             return Ok(());
         }
-        self.counters.writes.add(1);
+        self.counters.writes.add_alone(1);
         let Err(source) = core.writer.write_out() else {
             core.note_written();
             return Ok(());
@@ -199,7 +208,7 @@ impl Engine {
             self.write_out(&mut core)?;
             (
                 Arc::clone(&core.writer.segment),
-                core.view.frozen.clone(),
+                core.view().frozen.clone(),
                 core.writer.end(),
             )
         };

@@ -4,6 +4,7 @@
 //! A failure is kept in `health()`, counted, told as an event, and tried again after a growing
 //! pause; it never spins. The threads end when the last handle closes the store.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -29,12 +30,14 @@ pub(crate) enum Task {
 #[derive(Debug, Default)]
 pub(crate) struct Signals {
     state: Mutex<State>,
+    /// Records wait in memory, or did so when the thread that writes them looked last: changed with
+    /// the lock, so that whoever appends needs it only for the first record.
+    dirty: AtomicBool,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    dirty: bool,
     work: bool,
     /// A task waits for the disk.
     flush: bool,
@@ -48,13 +51,28 @@ impl Signals {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says that records wait in memory.
+    /// Says that records wait in memory. Called with the append lock held: the thread that writes
+    /// them takes it behind [`Signals::take_flush`], so it sees every record of whoever found the
+    /// mark there still.
+    #[inline]
     pub(crate) fn dirty(&self) {
-        let mut state = self.state();
-        if !state.dirty {
-            state.dirty = true;
-            self.changed.notify_all();
+        if !self.dirty.load(Ordering::Relaxed) {
+            self.mark_dirty();
         }
+    }
+
+    #[cold]
+    fn mark_dirty(&self) {
+        let _state = self.state();
+        self.dirty.store(true, Ordering::Relaxed);
+        self.changed.notify_all();
+    }
+
+    /// Begins a flush: what is appended from here on says so again. Says whether tasks wait for it.
+    fn take_flush(&self) -> bool {
+        let mut state = self.state();
+        self.dirty.store(false, Ordering::Relaxed);
+        std::mem::take(&mut state.flush)
     }
 
     /// Says that there is maintenance to do.
@@ -137,19 +155,15 @@ fn flush_loop(engine: &Engine) {
     loop {
         // While something is written but not synced, the wait is at most one interval.
         let idle = if unsynced > 0 { flush } else { SWEEP_INTERVAL };
-        let ready = |state: &mut State| state.dirty || state.flush;
+        let ready =
+            |state: &mut State| state.flush || engine.background.dirty.load(Ordering::Relaxed);
         if !engine.background.wait(idle, ready) {
             return;
         }
         if !engine.background.wait(flush, |state| state.flush) {
             return;
         }
-        let asked = {
-            let mut state = engine.background.state();
-            state.dirty = false;
-            std::mem::take(&mut state.flush)
-        };
-        let result = if asked {
+        let result = if engine.background.take_flush() {
             let flushed = engine.flush_for_tasks();
             if flushed.is_err() && engine.poisoned().is_none() {
                 // Another process was in the way: each task knows how long it waits.

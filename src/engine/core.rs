@@ -11,6 +11,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
+use arc_swap::ArcSwap;
+
 use crate::format::manifest::SealedEntry;
 use crate::format::record::{
     FLAG_CARRIED, KIND_COUNT, Kind, Record, SEAL_BYTES, SYNC_MARK_BYTES, Seal, SyncMark,
@@ -18,7 +20,7 @@ use crate::format::record::{
 };
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{to_u32, to_usize};
-use crate::index::active::{ActiveTable, SlotUndo};
+use crate::index::active::{ActiveTable, Place, SlotUndo};
 use crate::index::run::Run;
 use crate::key::NamespaceKind;
 use crate::key_time::KeyTime;
@@ -96,7 +98,8 @@ pub(crate) struct Part {
 /// Everything behind the active segment, immutable: look-ups probe it without a lock.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct View {
-    /// Full segments that are not sealed yet, oldest first: at most one, but on a full disk.
+    /// Full segments that are not sealed yet, oldest first: one, or several small ones; more only
+    /// on a full disk.
     pub(crate) frozen: Vec<Arc<Frozen>>,
     /// Newest first.
     pub(crate) parts: Vec<Arc<Part>>,
@@ -125,6 +128,29 @@ impl View {
     }
 }
 
+/// One moment of the store: what lies behind the active segment, and which one that is.
+#[derive(Clone, Debug)]
+pub(crate) struct Snapshot {
+    pub(crate) view: Arc<View>,
+    active: u64,
+    pub(crate) table: Place,
+}
+
+impl Snapshot {
+    pub(crate) fn of(core: &Core) -> Self {
+        Snapshot {
+            view: Arc::clone(&core.view),
+            active: core.writer.segment.id,
+            table: core.table.place(),
+        }
+    }
+
+    /// Says, under the lock, whether this is how the store is.
+    pub(crate) fn is_current(&self, core: &Core) -> bool {
+        self.active == core.writer.segment.id && Arc::ptr_eq(&self.view, core.view())
+    }
+}
+
 /// One claim, start or key in doubt: what may not be dropped with its segment.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct UnsettledEntry {
@@ -133,6 +159,9 @@ pub(crate) struct UnsettledEntry {
     pub(crate) deadline_boot_ms: Option<u64>,
     /// Log space kept free for what its owner may still write.
     pub(crate) owed_bytes: u32,
+    /// Where the record was appended first, before it was carried over: said when it is appended
+    /// or read. Of what an open or a restart lists, where it is.
+    pub(crate) origin: u64,
 }
 
 /// Stands for the namespace of a record that cannot be read: no namespace gets this number.
@@ -165,7 +194,9 @@ pub(crate) struct Core {
     pub(crate) began_at_s: u32,
     /// Prepared segments, listed in the manifest, in order.
     pub(crate) next: VecDeque<Arc<SegmentFile>>,
-    pub(crate) view: Arc<View>,
+    view: Arc<View>,
+    /// The newest snapshot, for who searches without the lock: replaced with the view.
+    pub(crate) published: Arc<ArcSwap<Snapshot>>,
     /// By position: the unsettled records that are their key's newest.
     pub(crate) unsettled: BTreeMap<u64, UnsettledEntry>,
     pub(crate) owed_bytes: u64,
@@ -200,14 +231,21 @@ pub(crate) struct Core {
 
 impl Core {
     pub(crate) fn new(writer: Writer, table: ActiveTable, tally: Tally, stamps: Stamps) -> Self {
+        let view = Arc::<View>::default();
+        let snapshot = Snapshot {
+            view: Arc::clone(&view),
+            active: writer.segment.id,
+            table: table.place(),
+        };
         Core {
             marked: writer.end(),
+            published: Arc::new(ArcSwap::from_pointee(snapshot)),
             writer,
             table,
             tally,
             began_at_s: 0,
             next: VecDeque::new(),
-            view: Arc::default(),
+            view,
             unsettled: BTreeMap::new(),
             owed_bytes: 0,
             granted: BTreeMap::new(),
@@ -225,6 +263,18 @@ impl Core {
             edit_seen: 0,
             is_behind: false,
         }
+    }
+
+    /// Returns everything behind the active segment.
+    pub(crate) fn view(&self) -> &Arc<View> {
+        &self.view
+    }
+
+    /// Puts everything behind the active segment in the place of what was there before (C). The
+    /// active segment's writer and table are those that belong to it.
+    pub(crate) fn set_view(&mut self, view: View) {
+        self.view = Arc::new(view);
+        self.published.store(Arc::new(Snapshot::of(self)));
     }
 
     /// Returns the bytes that records may still take in the active segment.
@@ -318,7 +368,8 @@ impl Core {
         };
         self.tally.add(record);
         let removed = older.and_then(|o| self.settle(o.position));
-        let added = entry.map(|entry| {
+        let added = entry.map(|mut entry| {
+            entry.origin = record.parts.origin.unwrap_or(position.get());
             self.owed_bytes += u64::from(entry.owed_bytes);
             self.tally.unsettled_count += 1;
             self.unsettled.insert(position.get(), entry);
@@ -356,10 +407,11 @@ impl Core {
         // A copy leaves its owner the lease.
         let kept = settled.filter(|_| record.flags & FLAG_CARRIED != 0);
         if let Some(entry) = entry {
-            let entry = kept.map_or(entry, |(_, kept)| kept);
+            let position = Position::new(self.writer.segment.id, offset);
+            let mut entry = kept.map_or(entry, |(_, kept)| kept);
+            entry.origin = record.parts.origin.unwrap_or(position.get());
             self.owed_bytes += u64::from(entry.owed_bytes);
             self.tally.unsettled_count += 1;
-            let position = Position::new(self.writer.segment.id, offset);
             self.unsettled.insert(position.get(), entry);
         }
     }
@@ -502,7 +554,7 @@ impl Core {
             });
             view.parts.splice(at..=at, parts);
         }
-        self.view = Arc::new(view);
+        self.set_view(view);
     }
 
     /// Continues in the next prepared segment; the former one is frozen (C). The caller has
@@ -524,7 +576,7 @@ impl Core {
         self.note_written();
         let mut view = View::clone(&self.view);
         view.frozen.push(Arc::clone(&frozen));
-        self.view = Arc::new(view);
+        self.set_view(view);
         frozen
     }
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::append::Appended;
-use super::core::{Core, Need, Older, Room};
+use super::core::{Core, Need, Older, Room, Snapshot};
 use super::handle::Handle;
-use super::lookup::{Completed, Searched, Snapshot, Wanted};
+use super::lookup::{Completed, Searched, Wanted};
 use super::namespace::Space;
 use super::pass::{Item, Rests, Written, fetch_table_ahead, later, next_pass};
 use super::update::{Basis, Levels, Step};
@@ -132,13 +132,16 @@ impl Filter {
                     rests,
                     appended,
                 } => {
-                    if appended {
+                    let level = if appended {
                         engine.finish_append(&mut core, asked.level)?;
-                    }
+                        Engine::level_left(asked.level)
+                    } else {
+                        asked.level
+                    };
                     let basis = Basis {
                         end: rests.end,
                         failures: rests.failures,
-                        level: asked.level,
+                        level,
                     };
                     return Ok((observed, basis));
                 }

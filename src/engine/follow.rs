@@ -280,9 +280,9 @@ impl Engine {
     pub(super) fn follow_files(&self, manifest: &Manifest) -> Result<()> {
         let mut core = self.core();
         let (dir, active) = (self.dir.as_ref(), core.writer.segment.id);
-        let view = listed_view(dir, manifest, &self.hash, &core.view, active)?;
+        let view = listed_view(dir, manifest, &self.hash, core.view(), active)?;
         self.follow_next(&mut core, manifest)?;
-        core.view = Arc::new(view);
+        core.set_view(view);
         self.follow_rest(&mut core, manifest);
         core.edit_seen = manifest.edit;
         Ok(())
@@ -467,6 +467,7 @@ impl Engine {
             namespace: record.namespace,
             deadline_boot_ms: None,
             owed_bytes: self.owed_by_others(core, record.namespace),
+            origin: 0,
         });
         let older_at = older.as_ref().map(|(at, _)| *at);
         core.take_in(record, h, offset, older_at, entry);
@@ -519,7 +520,7 @@ impl Engine {
             return Ok(None);
         }
         let wanted = self.wanted(record.namespace, record.key);
-        let hit = self.search_view(&core.view, wanted, &|found| found.parts.origin)?;
+        let hit = self.search_view(core.view(), wanted, &|found| found.parts.origin)?;
         Ok(hit.map(|hit| {
             let position = hit.older.position;
             (position, hit.taken.unwrap_or(position.get()))
@@ -559,7 +560,7 @@ impl Engine {
     /// Forgets what was read of the log, and takes over what others have made of it: they have
     /// sealed more than is worth reading.
     pub(super) fn start_again(&self, manifest: &Manifest, reach: Reach) -> Result<()> {
-        let view = self.core().view.clone();
+        let view = self.core().view().clone();
         let rebuilt = Rebuilt::of(&self.dir, manifest, &self.hash, &self.options, &view, reach)?;
         let listed = {
             let mut core = self.core();
@@ -579,11 +580,20 @@ impl Engine {
         };
         let (sealed, active) = listed;
         self.gather_unsettled(sealed, active)?;
+        let origins = self.origins_of_copies().inspect_err(|_| {
+            // What is listed here would pass for what was known before, when it starts once more.
+            self.core().unsettled.clear();
+        })?;
         let mut core = self.core();
         let granted = std::mem::take(&mut core.granted);
+        let by_origin: BTreeMap<u64, &UnsettledEntry> = granted
+            .values()
+            .map(|entry| (entry.origin, entry))
+            .collect();
+        let copied = |at: &u64| by_origin.get(origins.get(at)?).copied();
         let mut more = 0i128;
         for (at, entry) in &mut core.unsettled {
-            if let Some(before) = granted.get(at) {
+            if let Some(before) = granted.get(at).or_else(|| copied(at)) {
                 more += i128::from(before.owed_bytes) - i128::from(entry.owed_bytes);
                 *entry = *before;
             }
@@ -598,12 +608,54 @@ impl Engine {
         self.core().is_behind = false;
         Ok(())
     }
+
+    /// Reads where the copies of open claims come from, if something is missing that was known
+    /// before: others may have carried it over since.
+    fn origins_of_copies(&self) -> Result<BTreeMap<u64, u64>> {
+        let (places, view, active) = {
+            let core = self.core();
+            let is_missing = |at: &u64| !core.unsettled.contains_key(at);
+            let unknown = core.unsettled.keys();
+            let unknown = unknown.filter(|at| !core.granted.contains_key(at)).copied();
+            let may_be_own = self.reader.is_none() && core.granted.keys().any(is_missing);
+            let places: Vec<u64> = if may_be_own {
+                unknown.collect()
+            } else {
+                Vec::new()
+            };
+            let active = Arc::clone(&core.writer.segment);
+            (places, Arc::clone(core.view()), active)
+        };
+        let mut origins = BTreeMap::new();
+        for at in places {
+            let position = Position::from_u64(at);
+            let behind = view.segment(position.segment());
+            let segment = behind.unwrap_or(&active);
+            let offset = position.offset();
+            let read = segment.read(offset, |frame| {
+                let record = frame.record()?;
+                let origin = record.parts.origin;
+                Ok(origin.filter(|_| record.kind.is_open_claim()))
+            });
+            match read {
+                Ok(origin) => origins.extend(origin.map(|origin| (at, origin))),
+                // It is kept all the same, as one that nobody knows.
+                Err(ReadError::Malformed(_)) => {}
+                Err(error) => return Err(read_error(error, segment, offset)),
+            }
+        }
+        Ok(origins)
+    }
 }
 
-/// Says whether the log is to be read on from this segment: nothing behind it is sealed.
+/// Says whether the log is to be read on from this segment: nothing behind it is sealed, nor was
+/// and is gone.
 fn goes_on_from(manifest: &Manifest, active: u64) -> bool {
-    let mut later = manifest.segments.iter().filter(|s| s.id > active);
-    later.all(|s| s.sealed.is_none())
+    let later = || manifest.segments.iter().filter(|s| s.id > active);
+    let is_next_there = || later().any(|s| s.id == active + 1);
+    let known = manifest.segments.iter().find(|s| s.id == active);
+    let is_gapless = known.is_some_and(|s| s.sealed.is_none() || is_next_there());
+    is_gapless && later().all(|s| s.sealed.is_none())
 }
 
 /// Says whether no frame was ever begun here.

@@ -368,6 +368,7 @@ impl Engine {
                 namespace: member.space.id,
                 deadline_boot_ms: planned.deadline_boot_ms,
                 owed_bytes: planned.owed_bytes,
+                origin: 0,
             });
             let Appended { position, .. } =
                 self.append(core, &record, planned.wanted.h, planned.older, entry);

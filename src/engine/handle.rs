@@ -394,7 +394,7 @@ impl Engine {
         };
         let now = self.now();
         let core = self.core();
-        let view = &core.view;
+        let view = core.view();
         let oldest_s = view
             .sealed
             .values()

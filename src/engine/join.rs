@@ -496,7 +496,7 @@ impl Engine {
             self.follow(&shared.read()?)?;
             let core = self.core();
             let segment = Arc::clone(&core.writer.segment);
-            (segment, core.view.frozen.clone(), core.writer.end())
+            (segment, core.view().frozen.clone(), core.writer.end())
         };
         if self.poisoned().is_some() {
             return Ok(());
@@ -665,7 +665,7 @@ impl Rebuilt {
         core.tally = self.tally;
         core.began_at_s = self.began_at_s;
         core.next = self.next;
-        core.view = Arc::new(self.view);
+        core.set_view(self.view);
         core.note_written();
         (self.sealed_unsettled, self.active_unsettled)
     }

@@ -9,8 +9,10 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
+use arc_swap::Guard;
+
 use super::Engine;
-use super::core::{Core, Older, Part, View};
+use super::core::{Core, Older, Part, Snapshot, View};
 use super::namespace::Space;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Malformed;
@@ -73,13 +75,6 @@ impl Wanted<'_> {
     }
 }
 
-/// One moment of the store: what lies behind the active segment, and which one that is.
-#[derive(Clone, Debug)]
-pub(crate) struct Snapshot {
-    pub(crate) view: Arc<View>,
-    active: u64,
-}
-
 impl Snapshot {
     /// Has the processor fetch what a search for this key reads first.
     pub(crate) fn prefetch(&self, wanted: Wanted<'_>) {
@@ -91,17 +86,6 @@ impl Snapshot {
                 part.run.prefetch(wanted.h);
             }
         }
-    }
-
-    pub(crate) fn of(core: &Core) -> Self {
-        Snapshot {
-            view: Arc::clone(&core.view),
-            active: core.writer.segment.id,
-        }
-    }
-
-    fn is_current(&self, core: &Core) -> bool {
-        self.active == core.writer.segment.id && Arc::ptr_eq(&self.view, &core.view)
     }
 }
 
@@ -127,14 +111,11 @@ pub(crate) enum Completed<T> {
 }
 
 impl Engine {
-    /// Takes a snapshot, and has the processor fetch what [`Engine::search`] and
-    /// [`Engine::complete`] will ask of it.
-    pub(crate) fn snapshot(&self, wanted: Wanted<'_>) -> Snapshot {
-        let snapshot = {
-            let core = self.core();
-            core.table.prefetch(wanted.h);
-            Snapshot::of(&core)
-        };
+    /// Takes a snapshot without the append lock, and has the processor fetch what
+    /// [`Engine::search`] and [`Engine::complete`] will ask of it.
+    pub(crate) fn snapshot(&self, wanted: Wanted<'_>) -> Guard<Arc<Snapshot>> {
+        let snapshot = self.published.load();
+        snapshot.table.prefetch(wanted.h);
         snapshot.prefetch(wanted);
         snapshot
     }
@@ -247,7 +228,7 @@ impl Engine {
         let core = self.core();
         let mut located = Located {
             hit: None,
-            view: Arc::clone(&core.view),
+            view: Arc::clone(core.view()),
             candidates: core.table.candidates(wanted.h).collect(),
             active: core.writer.segment.id,
             failures: FailureCount::new(core.failures),
@@ -399,7 +380,7 @@ impl<T> Located<T> {
     pub(crate) fn is_current(&self, core: &Core, h: u64) -> bool {
         self.active == core.writer.segment.id
             && self.failures == FailureCount::new(core.failures)
-            && Arc::ptr_eq(&self.view, &core.view)
+            && Arc::ptr_eq(&self.view, core.view())
             && core.table.candidates(h).eq(self.candidates.iter().copied())
     }
 }
@@ -477,13 +458,13 @@ mod tests {
         let space = &filter.space;
         let asked = |key: &str| {
             let wanted = engine.wanted_in(space, key.as_bytes());
-            let view = Arc::clone(&engine.core().view);
+            let view = Arc::clone(engine.core().view());
             let parts = view.parts.iter();
             parts
                 .filter(|part| !part.run.excludes(1, wanted.time))
                 .count()
         };
-        let runs = engine.core().view.parts.len();
+        let runs = engine.core().view().parts.len();
         assert!(runs >= 3, "runs={runs}");
         assert_eq!(asked(&key(9, 1)), 0);
         assert!(

@@ -5,7 +5,7 @@
 //! segments (at least four), so that expiry does not wait for a large run to die; where four would,
 //! but two or three would not, these are merged; a run of which more than a quarter of the segments
 //! are gone is written anew. The small segments of a young store are merged as soon as there are
-//! four.
+//! four, and what is left of them comes along when full ones are merged.
 //! The work is done without any lock on immutable inputs; one manifest edit replaces them. Killed
 //! before it, the new files are orphans; killed after it, the old ones are.
 
@@ -55,7 +55,7 @@ impl Engine {
                 if !self.may_maintain(&core) {
                     return Ok(false);
                 }
-                Arc::clone(&core.view)
+                Arc::clone(core.view())
             };
             let Some(inputs) = choose(&view, self.options.segment_bytes) else {
                 return Ok(false);
@@ -134,7 +134,13 @@ impl Engine {
         let still = {
             let core = self.core();
             !core.closed
-                && core.view.parts.iter().filter(|part| is_input(part)).count() == inputs.len()
+                && core
+                    .view()
+                    .parts
+                    .iter()
+                    .filter(|part| is_input(part))
+                    .count()
+                    == inputs.len()
         };
         if !still {
             upkeep.left.extend(file_names(entry));
@@ -154,7 +160,7 @@ impl Engine {
             return Ok(true);
         }
         let mut core = self.core();
-        let mut view = View::clone(&core.view);
+        let mut view = View::clone(core.view());
         view.parts.retain(|part| !is_input(part));
         let at = view
             .parts
@@ -164,7 +170,7 @@ impl Engine {
             damaged: AtomicBool::new(false),
         };
         view.parts.insert(at, Arc::new(part));
-        core.view = Arc::new(view);
+        core.set_view(view);
         drop(core);
         self.counters.merges.add(1);
         upkeep.left.extend(gone.into_iter().flat_map(file_names));
@@ -203,14 +209,43 @@ fn choose(view: &View, segment_bytes: u32) -> Option<Vec<Arc<Part>>> {
     let bytes = |part: &Arc<Part>| -> u64 { live(view, part).sum() };
     let weights: Vec<u64> = view.parts.iter().map(bytes).collect();
     let heaviest = (view.sealed.len() as u64 / 8).clamp(FAN_IN as u64, SPAN_MAX);
+    let full = u64::from(segment_bytes);
     (2..=FAN_IN).rev().find_map(|count| {
-        let windows = view.parts.windows(count).zip(weights.windows(count));
-        windows.rev().find_map(|(window, weights)| {
-            let span = window.first()?.run.header.hi - window.last()?.run.header.lo + 1;
-            let usable = span <= SPAN_MAX && !window.iter().any(|part| part.is_damaged());
-            (usable && fit(weights, u64::from(segment_bytes), heaviest)).then(|| window.to_vec())
+        let firsts = 0..(view.parts.len() + 1).saturating_sub(count);
+        firsts.rev().find_map(|first| {
+            let usable = |count: usize| {
+                let some = view.parts.get(first..first + count)?;
+                is_usable(some).then_some(some)
+            };
+            let (chosen, older) = weights.get(first..)?.split_at_checked(count)?;
+            let some = usable(count).filter(|_| fit(chosen, full, heaviest))?;
+            let more = along(chosen, older, full, heaviest);
+            Some(usable(count + more).unwrap_or(some).to_vec())
         })
     })
+}
+
+/// Says whether these may become one run: whole, and within the reach of its slots.
+fn is_usable(parts: &[Arc<Part>]) -> bool {
+    let headers = || parts.iter().map(|part| &part.run.header);
+    let hi = headers().map(|header| header.hi).max().unwrap_or(0);
+    let lo = headers().map(|header| header.lo).min().unwrap_or(0);
+    hi - lo < SPAN_MAX && !parts.iter().any(|part| part.is_damaged())
+}
+
+/// Returns how many of the older neighbours come along with runs that are merged: small ones, which
+/// no others of their weight follow, such as those of a store's first segments.
+fn along(chosen: &[u64], older: &[u64], full: u64, heaviest: u64) -> usize {
+    let total: u64 = chosen.iter().sum();
+    if total <= full {
+        return 0;
+    }
+    let mut sum = 0;
+    let small = older.iter().take_while(|bytes| {
+        sum += **bytes;
+        sum * 4 <= total && (total + sum).div_ceil(full) <= heaviest
+    });
+    small.count()
 }
 
 /// Returns the bytes of each live segment of a run.
@@ -263,6 +298,22 @@ mod tests {
         assert!(!fits(&[12, 4], 16));
         assert!(!fits(&[8, 8], 16));
         assert!(fits(&[8, 8, 8, 8], 32));
+    }
+
+    /// Story: at 100 M keys a search still asked two Bloom filters of the store's first segments.
+    #[test]
+    fn what_is_left_of_a_young_store_comes_along() {
+        let left = [FULL / 4, FULL / 4];
+        assert_eq!(along(&[FULL, FULL, FULL, FULL / 2], &left, FULL, 4), 2);
+        assert_eq!(along(&[FULL; 4], &left, FULL, 4), 0, "too heavy");
+        assert_eq!(along(&[FULL; 4], &left, FULL, 5), 2);
+        assert_eq!(along(&[FULL; 4], &[FULL, FULL / 4], FULL, 5), 1);
+        assert_eq!(along(&[FULL; 4], &[2 * FULL], FULL, 8), 0, "not small");
+        assert_eq!(
+            along(&[1 << 20; 4], &[64 << 10], FULL, 4),
+            0,
+            "young itself"
+        );
     }
 
     #[test]

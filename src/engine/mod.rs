@@ -9,6 +9,7 @@ mod append;
 pub(crate) mod attach;
 mod background;
 mod batch;
+mod carry;
 mod catalog;
 pub(crate) mod cells;
 pub(crate) mod claim;
@@ -68,10 +69,13 @@ pub(crate) mod watermarks;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock, TryLockError};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
 
 use self::catalog::{Catalog, EditError};
-use self::core::Core;
+use self::core::{Core, Snapshot};
 use self::poison::Poison;
 use crate::clock::{Anchor, Clock, Now, TrustedTime};
 use crate::error::{Error, ErrorKind, Result};
@@ -80,6 +84,7 @@ use crate::format::manifest::Manifest;
 use crate::format::names::GateName;
 use crate::format::shared::Cell;
 use crate::index::KeyHash;
+use crate::log::bell::pause;
 use crate::log::sync::Syncer;
 use crate::log::sync::primitives::{Mutex, MutexGuard};
 use crate::options::{Durability, Event, Options};
@@ -87,6 +92,8 @@ use crate::stats::{Counters, OpenReport};
 use crate::vfs::fork::ForkGuard;
 use crate::vfs::{Dir, Lock};
 
+/// How long a caller that needs room sleeps before it looks again.
+const ROOM_PAUSE: Duration = Duration::from_micros(200);
 /// Events kept for a callback that does not keep up; further ones are lost.
 const EVENTS_MAX: usize = 10_000;
 
@@ -108,9 +115,11 @@ pub(crate) struct Engine {
     /// The process that opened the store.
     pub(crate) home: ForkGuard,
     pub(crate) core: Mutex<Core>,
+    /// The core's own, which is read without its lock.
+    published: Arc<ArcSwap<Snapshot>>,
     pub(crate) syncer: Syncer,
     catalog: Mutex<Catalog>,
-    /// Seals, rolls and sweeps are one at a time.
+    /// Seals and sweeps are one at a time, and rolls but for the easy ones.
     maintenance: Mutex<prepare::Upkeep>,
     /// Merges are one at a time: two of the same runs would write to the same temporary file.
     merging: Mutex<()>,
@@ -181,10 +190,17 @@ impl Engine {
         Ok(prepare::Maintaining::new(upkeep, gate))
     }
 
-    /// The same, unless another process goes on in a later segment meanwhile than this one knows.
-    fn maintenance_unless_rolled(&self) -> Result<Option<prepare::Maintaining<'_>>> {
+    /// The same, unless there is room meanwhile: another process goes on in a later segment than
+    /// this one knows, or whoever is at the upkeep has prepared the next one.
+    fn maintenance_unless_room(
+        &self,
+        room: core::Room,
+    ) -> Result<Option<prepare::Maintaining<'_>>> {
         let Some(shared) = &self.shared else {
-            return self.maintenance().map(Some);
+            self.check_home()?;
+            self.check_writer()?;
+            let upkeep = self.upkeep_unless_room(room)?;
+            return Ok(upkeep.map(|upkeep| prepare::Maintaining::new(upkeep, None)));
         };
         self.check_home()?;
         let end_ms = shared.end_ms(self.clock());
@@ -195,6 +211,24 @@ impl Engine {
         };
         self.know_all(shared)?;
         Ok(Some(prepare::Maintaining::new(upkeep, Some(gate))))
+    }
+
+    fn upkeep_unless_room(
+        &self,
+        room: core::Room,
+    ) -> Result<Option<MutexGuard<'_, prepare::Upkeep>>> {
+        // Under the scheduler no time passes.
+        while !self.is_at_bound(room) && cfg!(not(all(test, idemlog_shuttle))) {
+            match self.maintenance.try_lock() {
+                Ok(upkeep) => return Ok(Some(upkeep)),
+                Err(TryLockError::Poisoned(broken)) => return Ok(Some(broken.into_inner())),
+                Err(TryLockError::WouldBlock) => pause(ROOM_PAUSE),
+            }
+            if self.roll_at_once(room)? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(self.upkeep()))
     }
 
     /// The same, unless another process is at it.

@@ -694,7 +694,10 @@ impl Engine {
                     .read_image(position.offset(), |f| f.record().map(|r| extract(&r)));
                 (Some(Arc::clone(&core.writer.segment)), read)
             } else {
-                (core.view.segment(position.segment()).map(Arc::clone), None)
+                (
+                    core.view().segment(position.segment()).map(Arc::clone),
+                    None,
+                )
             }
         };
         let Some(segment) = segment else {

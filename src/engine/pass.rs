@@ -2,8 +2,8 @@
 //! what of it may be in the log when it fails.
 
 use super::Engine;
-use super::core::Core;
-use super::lookup::{Searched, Snapshot, Wanted};
+use super::core::{Core, Snapshot};
+use super::lookup::{Searched, Wanted};
 use super::namespace::Space;
 use crate::error::{Error, Result};
 use crate::format::record::Record;

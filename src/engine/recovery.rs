@@ -178,8 +178,8 @@ impl Replayed {
 }
 
 /// Tables of full segments that an open keeps from its first reading to the sealing: there is one
-/// such segment, but on a full disk. More are read again, so that the memory of an open has a
-/// bound, whatever the manifest says.
+/// such segment, or several small ones, but on a full disk. More are read again, so that the memory
+/// of an open has a bound, whatever the manifest says.
 const TABLES_KEPT_MAX: usize = 2;
 
 /// A segment that was full when the store went down, and is not sealed.
@@ -352,7 +352,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         manifest.dropped.clear();
     })?;
     catalog.keep_reserve();
-    core.view = Arc::new(view);
+    core.set_view(view);
     let mut engine = assemble(Base {
         dir: parts.dir,
         lock: parts.lock,
@@ -403,6 +403,7 @@ pub(super) fn assemble(base: Base) -> Engine {
         pid: std::process::id(),
         home: ForkGuard::new(),
         syncer: Syncer::new(base.durable),
+        published: Arc::clone(&base.core.published),
         core: Mutex::new(base.core),
         catalog: Mutex::new(base.catalog),
         maintenance: Mutex::default(),
@@ -488,9 +489,9 @@ impl Engine {
         };
         {
             let mut core = self.core();
-            let mut view = View::clone(&core.view);
+            let mut view = View::clone(core.view());
             view.frozen.push(Arc::new(frozen));
-            core.view = Arc::new(view);
+            core.set_view(view);
         }
         self.seal_frozen()
     }
@@ -506,7 +507,7 @@ impl Engine {
         // Segments that this open has sealed list theirs too; those before it were read already.
         let mut listed = listed;
         let known: BTreeSet<u64> = listed.iter().map(|(at, _)| at.get()).collect();
-        let view = self.core().view.clone();
+        let view = self.core().view().clone();
         for sealed in view.sealed.values() {
             let records = footer_records(sealed)?;
             listed.extend(records.into_iter().filter(|r| !known.contains(&r.0.get())));
@@ -560,6 +561,7 @@ impl Engine {
                 namespace,
                 deadline_boot_ms: None,
                 owed_bytes,
+                origin: position.get(),
             };
             core.unsettled.insert(position.get(), entry);
         }

@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Engine;
+use super::carry::OwnedRecord;
 use super::catalog::{read_manifest, remove_if_there};
 use super::core::{Need, Older, Room, UnsettledEntry};
 use super::open::{find_orphans, open_error, refuse_unfinished, take_lock};
 use super::prepare::{create_segment, fill_random, random_u32};
 use super::recovery::recover;
 use super::salvage::{OldLog, Piece, Salvaged};
-use super::sweep::OwnedRecord;
 use crate::clock::Anchor;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::{Manifest, NamespaceEntry, SegmentEntry};
@@ -753,6 +753,7 @@ impl Writer<'_> {
                 } else {
                     0
                 },
+                origin: 0,
             });
             engine.append(&mut core, &record, wanted.h, older, entry);
             return engine.finish_append(&mut core, Durability::Buffered);

@@ -12,6 +12,7 @@ use super::Engine;
 use super::core::{Frozen, Need, Part, Room, Sealed, View, is_mostly_kept};
 use super::install::install_table;
 use super::prepare::{Upkeep, Why};
+use super::turn::Turn;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::filter::FilterKind;
 use crate::format::manifest::{RunEntry, SealedEntry};
@@ -40,16 +41,55 @@ impl Engine {
     /// Makes sure that a record fits.
     pub(crate) fn make_room(&self, room: Room) -> Result<()> {
         self.check_frame(room.frame_bytes)?;
-        self.counters.stalls.add(1);
-        let made = match self.maintenance_unless_rolled() {
-            Ok(Some(mut held)) => self.make_room_held(&mut held, room),
-            // The caller looks again.
-            Ok(None) => Ok(()),
-            Err(error) => Err(error),
+        let made = match self.roll_at_once(room) {
+            Ok(false) => self.wait_for_room(room),
+            rolled => rolled.map(|_| ()),
         };
         // An eviction flushes, and those whom that has served are rung behind the lock.
         self.pay_waiters();
         made
+    }
+
+    fn wait_for_room(&self, room: Room) -> Result<()> {
+        self.counters.stalls.add(1);
+        match self.maintenance_unless_room(room)? {
+            Some(mut held) => self.make_room_held(&mut held, room),
+            // The caller looks again.
+            None => Ok(()),
+        }
+    }
+
+    /// Says whether room is for a new key where the log has a bound: it waits for the upkeep, for
+    /// what is prepared meanwhile is for what is carried over.
+    pub(super) fn is_at_bound(&self, room: Room) -> bool {
+        self.options.log_bytes_max.is_some() && matches!(room.need, Need::New { .. })
+    }
+
+    /// Goes on in the next segment without the upkeep, which may be in the middle of something
+    /// long, if one is prepared and the tables that wait for their seals are no more than that of
+    /// one full segment. `false`: it is not as easy as that.
+    pub(super) fn roll_at_once(&self, room: Room) -> Result<bool> {
+        if self.shared.is_some() || self.is_at_bound(room) {
+            return Ok(false);
+        }
+        let core = self.turn()?;
+        self.check_writable(&core)?;
+        if core.stamps.runs_low() {
+            return Ok(false);
+        }
+        if core.has_room(room) {
+            // Another thread has made it.
+            return Ok(true);
+        }
+        let frozen = core.view().frozen.iter();
+        let waiting: u64 = frozen.map(|frozen| u64::from(frozen.segment.bytes)).sum();
+        let tables = waiting + u64::from(core.writer.segment.bytes);
+        let may_wait = waiting == 0 || tables <= u64::from(self.options.segment_bytes);
+        let fits = core.fits(room.frame_bytes, room.records_count);
+        if fits || !core.admits(room) || core.next.is_empty() || !may_wait {
+            return Ok(false);
+        }
+        self.roll_here(core).map(|()| true)
     }
 
     /// Refuses a record that no segment could hold, and every record where none may be written.
@@ -69,13 +109,14 @@ impl Engine {
     pub(crate) fn make_room_held(&self, upkeep: &mut Upkeep, room: Room) -> Result<()> {
         self.reserve_stamps()?;
         for _ in 0..ROUNDS_MAX {
-            let (fits, admits, prepared) = {
+            let (fits, admits, prepared, active) = {
                 let core = self.turn()?;
                 self.check_writable(&core)?;
                 (
                     core.fits(room.frame_bytes, room.records_count),
                     core.admits(room),
                     core.next.len(),
+                    core.writer.segment.id,
                 )
             };
             if fits && admits {
@@ -95,7 +136,7 @@ impl Engine {
                     Err(error) if error.kind() == ErrorKind::Full && room.need == Need::Owed => {}
                     sealed => sealed?,
                 }
-                self.roll()?;
+                self.roll(active)?;
             }
         }
         Err(Error::new(
@@ -121,11 +162,20 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends the active segment and continues in the prepared one.
-    pub(crate) fn roll(&self) -> Result<()> {
-        let now = self.now();
-        let mut core = self.turn()?;
+    /// Ends the active segment and continues in the prepared one, if it is still this one that is
+    /// active: who needs room rolls without the upkeep.
+    pub(crate) fn roll(&self, active: u64) -> Result<()> {
+        let core = self.turn()?;
         self.check_writable(&core)?;
+        if core.writer.segment.id == active {
+            self.roll_here(core)
+        } else {
+            Ok(())
+        }
+    }
+
+    fn roll_here(&self, mut core: Turn<'_>) -> Result<()> {
+        let now = self.now();
         let Some(next) = core.next.front().map(Arc::clone) else {
             return Ok(());
         };
@@ -143,7 +193,7 @@ impl Engine {
     /// Seals all frozen segments, oldest first.
     pub(crate) fn seal_frozen(&self) -> Result<()> {
         loop {
-            let Some(frozen) = self.core().view.frozen.first().map(Arc::clone) else {
+            let Some(frozen) = self.core().view().frozen.first().map(Arc::clone) else {
                 return Ok(());
             };
             self.seal_one(&frozen)?;
@@ -201,11 +251,11 @@ impl Engine {
             former,
         });
         let mut core = self.core();
-        let mut view = View::clone(&core.view);
+        let mut view = View::clone(core.view());
         view.frozen.remove(0);
         view.parts.insert(0, part);
         view.sealed.insert(id, sealed);
-        core.view = Arc::new(view);
+        core.set_view(view);
         Ok(())
     }
 
@@ -382,6 +432,128 @@ mod tests {
         });
         drop(held);
         assert!(a.stats().segments_count > 5, "{:?}", a.stats());
+    }
+
+    fn open_alone(options: Options) -> (DedupLog, Filter) {
+        let options = options.segment_bytes(8192).background(false);
+        let options = options.durability(Durability::Buffered);
+        let log = options.open_on(SimDisk::memory().dir()).unwrap();
+        let filter = log.filter("f", NamespaceOptions::new()).unwrap();
+        (log, filter)
+    }
+
+    /// Observes keys in another thread while the upkeep is held; says how many came to an end
+    /// before one had to wait for it.
+    fn observed_beside_upkeep(log: &DedupLog, filter: &Filter) -> u32 {
+        let engine = &log.handle.engine;
+        let held = engine.maintenance().unwrap();
+        let stalls = log.stats().stalls_count;
+        std::thread::scope(|scope| {
+            let keys = scope.spawn(|| {
+                for n in 0..KEYS {
+                    if log.stats().stalls_count > stalls {
+                        return n;
+                    }
+                    let observed = filter.observe(format!("{n:->180}"));
+                    assert!(observed.unwrap().is_new(), "{n}");
+                }
+                KEYS
+            });
+            while log.stats().stalls_count == stalls && !keys.is_finished() {
+                std::thread::yield_now();
+            }
+            drop(held);
+            keys.join().unwrap()
+        })
+    }
+
+    /// Story: a compaction of a second held the upkeep, and everybody stood still until its end
+    /// although the next segment had been there for long.
+    #[test]
+    fn who_has_a_next_segment_does_not_wait_for_the_upkeep() {
+        let (log, filter) = open_alone(Options::new());
+        assert!(filter.observe("first").unwrap().is_new());
+        // Of 8 KiB each; about 40 keys in one.
+        for n in 0..100 {
+            assert!(filter.observe(format!("{n:->200}")).unwrap().is_new());
+        }
+        log.maintain().unwrap();
+        let first = log.handle.engine.core().writer.segment.id;
+        let count = observed_beside_upkeep(&log, &filter);
+        let last = log.handle.engine.core().writer.segment.id;
+        assert!((40..KEYS).contains(&count), "{count}");
+        assert!(last > first);
+        for n in 0..count {
+            assert!(!filter.observe(format!("{n:->180}")).unwrap().is_new());
+        }
+    }
+
+    /// Story: who had begun to wait for the upkeep waited for the end of a compaction, although
+    /// that had prepared the next segment meanwhile.
+    #[test]
+    fn who_waits_for_the_upkeep_goes_on_when_a_segment_is_prepared() {
+        let (log, filter) = open_alone(Options::new());
+        let engine = &log.handle.engine;
+        let mut held = engine.maintenance().unwrap();
+        let first = engine.core().writer.segment.id;
+        std::thread::scope(|scope| {
+            let keys = scope.spawn(|| {
+                for n in 0..60 {
+                    assert!(filter.observe(format!("{n:->180}")).unwrap().is_new());
+                }
+            });
+            while !keys.is_finished() {
+                engine.prepare_ahead(&mut held).unwrap();
+                // The table of a full segment waits here until it is sealed.
+                engine.seal_frozen().unwrap();
+                std::thread::yield_now();
+            }
+            keys.join().unwrap();
+        });
+        drop(held);
+        assert!(engine.core().writer.segment.id > first);
+    }
+
+    /// However many segments are prepared, no more tables wait for their seals than one of a full
+    /// segment takes.
+    #[test]
+    fn no_roll_leaves_a_second_full_table_waiting() {
+        let (log, filter) = open_alone(Options::new());
+        let engine = &log.handle.engine;
+        for n in 0..100 {
+            assert!(filter.observe(format!("{n:->200}")).unwrap().is_new());
+        }
+        let mut held = engine.maintenance().unwrap();
+        for _ in 0..2 {
+            engine.prepare_next(&mut held, 0, Why::Owed).unwrap();
+        }
+        engine.seal_frozen().unwrap();
+        let room = Room::of_one(8000, Need::New { owed_bytes: 0 });
+        assert!(engine.roll_at_once(room).unwrap());
+        assert!(filter.observe("one").unwrap().is_new());
+        assert!(!engine.core().fits(8000, 1) && !engine.core().next.is_empty());
+        assert!(!engine.roll_at_once(room).unwrap(), "its table waits");
+        engine.seal_frozen().unwrap();
+        assert!(engine.roll_at_once(room).unwrap());
+    }
+
+    /// At a bound new keys wait for the upkeep: what it has prepared is for what it carries over.
+    #[test]
+    fn at_a_bound_new_keys_wait_for_the_upkeep() {
+        let (log, filter) = open_alone(Options::new().log_bytes_max(1 << 20));
+        for n in 0..100 {
+            assert!(filter.observe(format!("{n:->200}")).unwrap().is_new());
+        }
+        log.maintain().unwrap();
+        let first = log.handle.engine.core().writer.segment.id;
+        assert!(log.handle.engine.core().next.front().is_some());
+        let held = log.handle.engine.maintenance().unwrap();
+        let room = Room::of_one(8000, Need::New { owed_bytes: 0 });
+        assert!(!log.handle.engine.roll_at_once(room).unwrap());
+        let owed = Room::of_one(8000, Need::Owed);
+        assert!(log.handle.engine.roll_at_once(owed).unwrap());
+        assert!(log.handle.engine.core().writer.segment.id > first);
+        drop(held);
     }
 
     /// Story: whoever found its segment full still held the view with the table before it, which

@@ -6,36 +6,25 @@
 //! segments dropped together; files are unlinked after it, and stay listed as dropped until the
 //! directory was synced after that.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, TryLockError};
 
 use super::Engine;
+use super::carry::Carry;
 use super::catalog::remove_if_there;
-use super::core::{Need, Older, Room, Sealed, View};
-use super::lookup::read_error;
+use super::core::{Sealed, View};
 use super::merge::{file_names, run_entry};
 use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
 use crate::format::names::{FileName, GateName};
-use crate::format::record::{FLAG_CARRIED, Kind, Record};
 use crate::format::to_usize;
 use crate::index::active::ActiveTable;
-use crate::log::replay::{Item, Replay};
 use crate::log::segment::SegmentFile;
 use crate::log::sync::FailureCount;
 use crate::model::retention::DropTime;
-use crate::options::{Durability, Event};
+use crate::options::Event;
 use crate::position::Position;
-
-/// Which records of a segment are still needed when it goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Carry {
-    /// Only unsettled ones: everything else has expired, or is evicted.
-    Unsettled,
-    /// Everything that is its key's newest record and still needed (TTL compaction).
-    Needed,
-}
 
 impl Engine {
     /// Does all background work that is due. One caller at a time.
@@ -102,66 +91,78 @@ impl Engine {
                 && core.tally.unsettled_count == 0
                 && core.tally.drop_at.has_come(now.trusted_ms);
             let idle = upkeep.end_before == Some(core.writer.end());
-            (over && idle, !core.next.is_empty())
+            let ended = core.writer.segment.id;
+            ((over && idle).then_some(ended), !core.next.is_empty())
         };
-        if !over {
+        let Some(ended) = over else {
             return Ok(());
-        }
+        };
         if !prepared {
             self.prepare_next(upkeep, 0, Why::EndedEarly)?;
         }
         self.seal_frozen()?;
-        self.roll()?;
+        self.roll(ended)?;
         self.seal_frozen()
     }
 
     /// Drops every sealed segment whose time has come, and compacts sparse ones.
     fn sweep(&self, upkeep: &mut Upkeep) -> Result<()> {
-        let now = self.now();
+        let trusted_ms = self.now().trusted_ms;
+        let (sealed, failures) = self.sealed_of_now();
+        let mut gone = BTreeSet::new();
+        let carried = self.carry_what_goes(upkeep, &sealed, trusted_ms, &mut gone);
+        // What fails keeps its own segment and later ones, which may hide what is in it.
+        let dropped = if gone.is_empty() {
+            Ok(())
+        } else {
+            self.drop_segments(upkeep, &gone, failures).map(|_| ())
+        };
+        carried.and(dropped)
+    }
+
+    /// Returns the sealed segments, and how many writes have failed so far. Not the view: it would
+    /// hold the table of a segment that is sealed meanwhile.
+    fn sealed_of_now(&self) -> (BTreeMap<u64, Arc<Sealed>>, usize) {
         let (view, failures) = {
             let core = self.core();
-            (core.view.clone(), core.failures)
+            (Arc::clone(core.view()), core.failures)
         };
-        let mut gone = BTreeSet::new();
-        for (id, sealed) in &view.sealed {
-            let is_due = DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms);
-            if is_due {
+        (view.sealed.clone(), failures)
+    }
+
+    /// Carries over what is still needed of the segments that are due, and says which may go.
+    fn carry_what_goes(
+        &self,
+        upkeep: &mut Upkeep,
+        sealed: &BTreeMap<u64, Arc<Sealed>>,
+        trusted_ms: u64,
+        gone: &mut BTreeSet<u64>,
+    ) -> Result<()> {
+        for (id, sealed) in sealed {
+            if DropTime::from_disk(sealed.entry.drop_at_s).has_come(trusted_ms) {
                 self.carry_over(upkeep, sealed, Carry::Unsettled)?;
                 gone.insert(*id);
             }
         }
         // One sparse segment a sweep: compaction must not crowd out the foreground.
-        let sparse = view.sealed.iter().find(|(id, sealed)| {
-            !gone.contains(id)
-                && DropTime::from_disk(sealed.entry.sparse_at_s).has_come(now.trusted_ms)
+        let sparse = sealed.iter().find(|(id, sealed)| {
+            !gone.contains(id) && DropTime::from_disk(sealed.entry.sparse_at_s).has_come(trusted_ms)
         });
         if let Some((id, sealed)) = sparse {
             self.carry_over(upkeep, sealed, Carry::Needed)?;
             gone.insert(*id);
         }
-        if gone.is_empty() {
-            Ok(())
-        } else {
-            self.drop_segments(upkeep, &gone, failures).map(|_| ())
-        }
+        Ok(())
     }
 
     /// Forgets the oldest segment early. `false`: there is none that could go.
     pub(crate) fn evict_oldest(&self, upkeep: &mut Upkeep) -> Result<bool> {
-        let (view, failures) = {
-            let core = self.core();
-            (core.view.clone(), core.failures)
-        };
-        let (Some((id, sealed)), Some(last)) = (
-            view.sealed.first_key_value(),
-            view.sealed.keys().next_back(),
-        ) else {
+        let (all, failures) = self.sealed_of_now();
+        let (Some((id, sealed)), Some(last)) = (all.first_key_value(), all.keys().next_back())
+        else {
             return Ok(false);
         };
-        let records = view
-            .sealed
-            .values()
-            .map(|s| to_usize(s.entry.records_count));
+        let records = all.values().map(|s| to_usize(s.entry.records_count));
         let kept_max = records.sum::<usize>() / 2;
         let behind = ..Position::new(last + 1, 0).get();
         // Where most of the sealed log is kept anyway, eviction would only move it. No segment is
@@ -178,102 +179,6 @@ impl Engine {
         self.counters.evicted.add(records_count);
         self.tell(Event::Evicted { records_count });
         Ok(true)
-    }
-
-    fn carry_over(&self, upkeep: &mut Upkeep, sealed: &Sealed, carry: Carry) -> Result<()> {
-        match carry {
-            Carry::Unsettled => {
-                let id = sealed.segment.id;
-                let range = Position::new(id, 0).get()..Position::new(id + 1, 0).get();
-                // With the turn: who starts again from the runs forgets all of them for a moment.
-                let positions: Vec<u64> = self
-                    .turn()?
-                    .unsettled
-                    .range(range)
-                    .map(|(at, _)| *at)
-                    .collect();
-                for at in positions {
-                    self.carry_one(upkeep, &sealed.segment, Position::from_u64(at).offset())?;
-                }
-            }
-            Carry::Needed => {
-                for offset in self.needed_offsets(sealed)? {
-                    self.carry_one(upkeep, &sealed.segment, offset)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Lists the records that must outlive the segment: unsettled or within retention, or needed
-    /// to hide an older record.
-    fn needed_offsets(&self, sealed: &Sealed) -> Result<Vec<u32>> {
-        let now = self.now();
-        let segment = &sealed.segment;
-        let map = segment
-            .freeze()
-            .map_err(|e| Error::io("mapping a segment failed", e).in_file(segment.name()))?;
-        let end = to_usize(sealed.entry.end);
-        let mut replay = Replay::new(map.get(..end).unwrap_or_default(), segment.nonce);
-        let mut offsets = Vec::new();
-        for item in replay.by_ref() {
-            let Item::Record(offset, record) = item else {
-                continue;
-            };
-            let until = crate::model::retention::keeps_segment_until(&record);
-            if record.kind.is_unsettled() || !until.has_come(now.trusted_ms) {
-                offsets.push(offset);
-            }
-        }
-        if !replay.is_sealed() {
-            return Err(Error::damaged(
-                segment.name(),
-                u64::from(replay.end()),
-                "sealed segment is damaged; it is not compacted; see docs/operations.md",
-            ));
-        }
-        Ok(offsets)
-    }
-
-    /// Copies one record to the end of the log if it is still its key's newest.
-    fn carry_one(&self, upkeep: &mut Upkeep, segment: &SegmentFile, offset: u32) -> Result<()> {
-        let position = Position::new(segment.id, offset);
-        let frame = segment
-            .read(offset, |frame| {
-                frame.record().map(|record| OwnedRecord::of(&record))
-            })
-            .map_err(|e| read_error(e, segment, offset))?;
-        loop {
-            let mut record = frame.borrow();
-            record.flags |= FLAG_CARRIED;
-            record.parts.origin = record.parts.origin.or(Some(position.get()));
-            let frame_bytes = record.frame_bytes();
-            let wanted = self.wanted(record.namespace, record.key);
-            let located = self.locate(wanted, |_| ())?;
-            let mut core = self.turn()?;
-            self.check_writable(&core)?;
-            if !located.is_current(&core, wanted.h) {
-                continue;
-            }
-            if !core.namespaces.contains_key(&record.namespace) {
-                return Ok(());
-            }
-            let newest = located.hit.as_ref().map(|hit| hit.older);
-            if newest.is_none_or(|newest| newest.position != position) {
-                return Ok(());
-            }
-            if !core.fits(frame_bytes, 1) {
-                drop(core);
-                self.make_room_held(upkeep, Room::of_one(frame_bytes, Need::Owed))?;
-                continue;
-            }
-            let entry = core.unsettled.get(&position.get()).copied();
-            let older = Older::of(&record, position);
-            let carried = self.append(&mut core, &record, wanted.h, Some(older), entry);
-            core.move_queued(&record, carried.position);
-            self.counters.carried.add(1);
-            return self.finish_append(&mut core, Durability::Buffered);
-        }
     }
 
     /// Removes segments from the manifest, then from the view, then from the directory.
@@ -293,10 +198,14 @@ impl Engine {
         if self.syncer.durable() < end {
             self.ensure_durable_held(end, failures)?;
         }
-        if self.core().failures != failed_before {
-            // What had superseded a record here, so that it was not carried over, may have been
-            // taken back. The next sweep looks again.
-            return Ok(false);
+        {
+            let core = self.core();
+            self.check_writable(&core)?;
+            if core.failures != failed_before {
+                // What had superseded a record here, so that it was not carried over, may have been
+                // taken back. The next sweep looks again.
+                return Ok(false);
+            }
         }
         let mut runs = Vec::new();
         if !upkeep.unlinked.is_empty() {
@@ -322,7 +231,7 @@ impl Engine {
         upkeep.unlinked.clear();
         {
             let mut core = self.core();
-            let mut view = View::clone(&core.view);
+            let mut view = View::clone(core.view());
             let newest = gone
                 .last()
                 .and_then(|id| view.sealed.get(id))
@@ -332,7 +241,7 @@ impl Engine {
                 let header = &part.run.header;
                 !runs.iter().any(|r| r.lo == header.lo && r.hi == header.hi)
             });
-            core.view = Arc::new(view);
+            core.set_view(view);
             if upkeep.retired.is_none() && self.shared.is_none() {
                 upkeep.retired = newest;
             }
@@ -384,10 +293,14 @@ impl Engine {
     /// segment is left is written anew under the name that a rebuild of that segment has. Whoever
     /// merges takes this lock first, so it is only tried here; the next sweep looks again.
     pub(crate) fn rebuild_damaged(&self, upkeep: &mut Upkeep) -> Result<()> {
-        let view = self.core().view.clone();
-        if !view.parts.iter().any(|part| part.is_damaged()) {
+        let view = Arc::clone(self.core().view());
+        let mut damaged = view.parts.clone();
+        damaged.retain(|part| part.is_damaged());
+        if damaged.is_empty() {
             return Ok(());
         }
+        let all = view.sealed.clone();
+        drop(view);
         let _no_merge = match self.merging.try_lock() {
             Ok(alone) => alone,
             Err(TryLockError::Poisoned(broken)) => broken.into_inner(),
@@ -400,10 +313,10 @@ impl Engine {
                 gate => gate,
             },
         };
-        for part in view.parts.iter().filter(|part| part.is_damaged()) {
+        for part in &damaged {
             let old = run_entry(&part.run);
             let mut built = Vec::new();
-            for (_, sealed) in view.sealed.range(old.lo..=old.hi) {
+            for (_, sealed) in all.range(old.lo..=old.hi) {
                 super::runs::check_sealed(&sealed.segment, &sealed.entry)?;
                 let (table, superseded) = self.table_of(&sealed.segment, sealed.entry.end)?;
                 let generation = old.generation.wrapping_add(1);
@@ -440,55 +353,6 @@ impl Engine {
         }
         let superseded_count = u64::from(replayed.tally.superseded_count);
         Ok((replayed.table, superseded_count))
-    }
-}
-
-/// A record that has left the bytes it was read from.
-#[derive(Debug)]
-pub(super) struct OwnedRecord {
-    kind: Kind,
-    record: (u16, u16, u32, crate::format::record::StateHeader),
-    key: Vec<u8>,
-    parts: [Option<Vec<u8>>; 4],
-    origin: Option<u64>,
-    inherit_s: Option<u32>,
-    outcome_until_s: Option<u32>,
-}
-
-impl OwnedRecord {
-    pub(super) fn of(r: &Record<'_>) -> Self {
-        let own = |part: Option<&[u8]>| part.map(<[u8]>::to_vec);
-        OwnedRecord {
-            kind: r.kind,
-            record: (r.namespace, r.flags, r.expires_at_s, r.state),
-            key: r.key.to_vec(),
-            parts: [
-                own(r.parts.outcome),
-                own(r.parts.error),
-                own(r.parts.evidence),
-                own(r.parts.ordering),
-            ],
-            origin: r.parts.origin,
-            inherit_s: r.parts.inherit_s,
-            outcome_until_s: r.parts.outcome_until_s,
-        }
-    }
-
-    pub(super) fn borrow(&self) -> Record<'_> {
-        let (namespace, flags, expires_at_s, state) = self.record;
-        let [outcome, error, evidence, ordering] = &self.parts;
-        let mut record = Record::new(self.kind, namespace, &self.key);
-        record.flags = flags;
-        record.expires_at_s = expires_at_s;
-        record.state = state;
-        record.parts.outcome = outcome.as_deref();
-        record.parts.error = error.as_deref();
-        record.parts.evidence = evidence.as_deref();
-        record.parts.origin = self.origin;
-        record.parts.inherit_s = self.inherit_s;
-        record.parts.ordering = ordering.as_deref();
-        record.parts.outcome_until_s = self.outcome_until_s;
-        record
     }
 }
 
@@ -540,11 +404,11 @@ mod tests {
         fill(&log);
         let engine = &log.handle.engine;
         let damaged = || {
-            let view = engine.core().view.clone();
+            let view = engine.core().view().clone();
             let damaged = view.parts.iter().filter(|part| part.is_damaged());
             damaged.count()
         };
-        engine.core().view.parts[0].mark_damaged();
+        engine.core().view().parts[0].mark_damaged();
         let merging = engine.merging.lock().unwrap();
         engine.maintain().unwrap();
         assert_eq!(damaged(), 1);
@@ -555,14 +419,52 @@ mod tests {
 
     /// Seals a few segments of a filter.
     fn fill(log: &DedupLog) {
+        fill_more(log, 0..80);
+        log.maintain().unwrap();
+    }
+
+    /// Story: the record of a claim was damaged and could not be carried over, and the segments
+    /// before it, in which nothing was needed any more, stayed with its own.
+    #[test]
+    fn what_cannot_be_carried_over_keeps_no_earlier_segment() {
+        let clock = Arc::new(ManualClock::new(1_700_000_000_000));
+        let disk = SimDisk::new();
+        let (log, jobs) = open(&disk, &clock);
+        fill(&log);
+        let claim = jobs.claim("damaged").unwrap();
+        assert!(matches!(claim, ClaimVerdict::New(_)));
+        fill_more(&log, 100..180);
+        log.sync().unwrap();
+        let disk = disk.after_kill();
+        for name in disk.file_names() {
+            let mut bytes = disk.read_file(&name).unwrap();
+            if let Some(at) = bytes.windows(7).position(|some| some == b"damaged") {
+                bytes[at] ^= 1;
+                disk.write_file(&name, bytes);
+            }
+        }
+        let (log, _jobs) = open(&disk, &clock);
+        let engine = &log.handle.engine;
+        let at = *engine.core().unsettled.first_key_value().unwrap().0;
+        let its_own = Position::from_u64(at).segment();
+        let sealed = || engine.sealed_of_now().0;
+        let earlier = sealed().range(..its_own).count();
+        assert!(earlier > 0 && sealed().len() > earlier + 1);
+        clock.advance_ms(2 * 60_000);
+        let error = log.maintain().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+        assert_eq!(log.stats().drops_count, earlier as u64);
+        assert_eq!(sealed().first_key_value().unwrap().0, &its_own);
+    }
+
+    fn fill_more(log: &DedupLog, keys: std::ops::Range<u32>) {
         let options = NamespaceOptions::new().retention(RETENTION);
         let filter = log.filter("f", options.outcome_bytes_max(0)).unwrap();
         let buffered = ObserveOptions::new().durability(Durability::Buffered);
-        for n in 0..80 {
+        for n in keys {
             let key = format!("{n:0>200}");
             assert!(filter.observe_with(key, &buffered).unwrap().is_new());
         }
-        log.maintain().unwrap();
     }
 
     /// Whoever could not follow starts again from the runs, and forgets what is unsettled for a
@@ -579,7 +481,7 @@ mod tests {
         fill(&log);
         let engine = &log.handle.engine;
         let mut upkeep = engine.maintenance().unwrap();
-        let view = engine.core().view.clone();
+        let view = engine.core().view().clone();
         let (_, sealed) = view.sealed.first_key_value().unwrap();
         {
             let mut core = engine.core();
@@ -620,7 +522,7 @@ mod tests {
         let mut upkeep = engine.maintenance().unwrap();
         let (view, failures) = {
             let core = engine.core();
-            (core.view.clone(), core.failures)
+            (core.view().clone(), core.failures)
         };
         let (id, sealed) = view.sealed.first_key_value().unwrap();
         let carried = || engine.counters.carried.get();

@@ -199,7 +199,7 @@ impl Engine {
             let core = self.turn_until(end_ms).map_err(Error::maybe_applied)?;
             self.check_writable(&core).map_err(Error::maybe_applied)?;
             let segment = std::sync::Arc::clone(&core.writer.segment);
-            (segment, core.view.frozen.clone(), core.writer.end())
+            (segment, core.view().frozen.clone(), core.writer.end())
         };
         let flushing = |durable: Position, flushing| Cell::Durable {
             durable: durable.get(),

@@ -3,8 +3,8 @@
 
 use super::Engine;
 use super::append::Appended;
-use super::core::{Core, Need, Room, UnsettledEntry};
-use super::lookup::{Completed, Hit, Searched, Snapshot, Wanted};
+use super::core::{Core, Need, Room, Snapshot, UnsettledEntry};
+use super::lookup::{Completed, Hit, Searched, Wanted};
 use super::namespace::Space;
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
@@ -178,7 +178,7 @@ impl Engine {
                     failures,
                 } => {
                     let level = match decided.written {
-                        Some(_) => levels.write,
+                        Some(_) => Engine::level_left(levels.write),
                         None => levels.answer,
                     };
                     let basis = Basis {
@@ -289,6 +289,7 @@ impl Engine {
             deadline_boot_ms: write.deadline_boot_ms.filter(|_| !is_detached),
             // A renewal repeats what the start left behind.
             owed_bytes: to_u32(self.owed_bytes(space, key) + entry.evidence.len()),
+            origin: 0,
         })
     }
 

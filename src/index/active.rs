@@ -33,6 +33,24 @@ pub(crate) struct ActiveTable {
     _counted: counted::Counted,
 }
 
+/// Where in memory a table is, for who has no access to it: good for a hint to the processor, even
+/// when the table is gone.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place {
+    address: usize,
+    part_slot_bits: u32,
+}
+
+impl Place {
+    /// Has the processor fetch the first slot of a hash.
+    #[inline]
+    pub(crate) fn prefetch(self, h: u64) {
+        let index = first_index(h, self.part_slot_bits);
+        let address = self.address.wrapping_add(index * size_of::<Word>());
+        super::prefetch::prefetch_at(address);
+    }
+}
+
 /// What undoes one change of the table.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SlotUndo {
@@ -105,9 +123,16 @@ impl ActiveTable {
     /// Has the processor fetch the first slot of a hash.
     #[inline]
     pub(crate) fn prefetch(&self, h: u64) {
-        let (part, tag) = split(h);
-        let index = (part << self.part_slot_bits) + self.home(tag);
+        let index = first_index(h, self.part_slot_bits);
         super::prefetch::prefetch(self.slots.all(), index);
+    }
+
+    /// Returns where in memory the table is.
+    pub(crate) fn place(&self) -> Place {
+        Place {
+            address: self.slots.all().as_ptr().addr(),
+            part_slot_bits: self.part_slot_bits,
+        }
     }
 
     /// Adds a record of a key that has no slot yet.
@@ -194,7 +219,7 @@ impl ActiveTable {
 
     #[inline]
     fn home(&self, tag: u64) -> usize {
-        usize::try_from(tag >> (TAG_BITS - self.part_slot_bits)).unwrap_or(0)
+        home(tag, self.part_slot_bits)
     }
 
     #[inline]
@@ -226,6 +251,18 @@ fn split(h: u64) -> (usize, u64) {
         usize::try_from(h >> TAG_BITS).unwrap_or(0),
         h & ((1 << TAG_BITS) - 1),
     )
+}
+
+#[inline]
+fn home(tag: u64, part_slot_bits: u32) -> usize {
+    usize::try_from(tag >> (TAG_BITS - part_slot_bits)).unwrap_or(0)
+}
+
+/// Returns the index of the first slot of a hash.
+#[inline]
+fn first_index(h: u64, part_slot_bits: u32) -> usize {
+    let (part, tag) = split(h);
+    (part << part_slot_bits) + home(tag, part_slot_bits)
 }
 
 fn to_offset(slot: u64) -> u32 {

@@ -190,10 +190,9 @@ const FAULTS: &[Fault] = &[
         name: "nothing is carried over",
         breaks: "I6a",
         edits: &[(
-            "src/engine/sweep.rs",
-            "        let position = Position::new(segment.id, offset);\n        let frame = segment\n",
-            "        if FAULT { return Ok(()); }\n        \
-             let position = Position::new(segment.id, offset);\n        let frame = segment\n",
+            "src/engine/carry.rs",
+            "            self.copy_all(upkeep, &records)?;\n",
+            "            if !FAULT { self.copy_all(upkeep, &records)?; }\n",
         )],
         noticed_by: "api::",
     },
@@ -201,11 +200,31 @@ const FAULTS: &[Fault] = &[
         name: "a record is carried over although it is not its key's newest",
         breaks: "I6c",
         edits: &[(
-            "src/engine/sweep.rs",
-            "if newest.is_none_or(|newest| newest.position != position) {",
-            "if !FAULT && newest.is_none_or(|newest| newest.position != position) {",
+            "src/engine/carry.rs",
+            "let is_newest = hit.is_some_and(|hit| hit.older.position == position);",
+            "let is_newest = FAULT || hit.is_some_and(|hit| hit.older.position == position);",
         )],
         noticed_by: "crash::",
+    },
+    Fault {
+        name: "who has slept goes on behind segments that are gone",
+        breaks: "I6",
+        edits: &[(
+            "src/engine/follow.rs",
+            "    let is_gapless = known",
+            "    let is_gapless = FAULT || known",
+        )],
+        noticed_by: "shared::",
+    },
+    Fault {
+        name: "a lease ends where another opener has carried its claim over",
+        breaks: "I13",
+        edits: &[(
+            "src/engine/follow.rs",
+            "granted.get(at).or_else(|| copied(at))",
+            "granted.get(at).or_else(|| copied(at).filter(|_| !FAULT))",
+        )],
+        noticed_by: "shared::",
     },
     Fault {
         name: "what the footers list as unsettled is not read",
@@ -222,9 +241,8 @@ const FAULTS: &[Fault] = &[
         breaks: "P8, I12",
         edits: &[(
             "src/engine/sweep.rs",
-            "let is_due = DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms);",
-            "let is_due = FAULT\n                || \
-             DropTime::from_disk(sealed.entry.drop_at_s).has_come(now.trusted_ms);",
+            "if DropTime::from_disk(sealed.entry.drop_at_s).has_come(trusted_ms) {",
+            "if FAULT || DropTime::from_disk(sealed.entry.drop_at_s).has_come(trusted_ms) {",
         )],
         noticed_by: "api::",
     },
