@@ -1,9 +1,9 @@
 //! The oldest half of the keys expires while one thread inserts.
 //!
-//! Before it and after it the same thread inserts alone for as long: what an insert costs then, on
-//! average of the two, is taken off, and its rate is what the foreground's is compared with. The
-//! store grows all the while, by much where inserts are fast, so that one of the two alone would
-//! not do.
+//! A second store beside it, filled in the same way but with keys that do not expire, then does the
+//! same operations: what these cost there is taken off, and how long they take there is what the
+//! foreground's time is compared with. Seals, merges and compactions come at the same numbers of
+//! keys in both, so that they are no part of the difference.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,57 +24,99 @@ const BATCH: usize = 1000;
 const FILL_KEYS_PER_S: u64 = 100_000;
 
 pub(crate) fn run(cell: &Cell, dir: &Path, bounds: Bounds) -> Fallible<Figures> {
+    let warm = Duration::from_secs(bounds.seconds_max.clamp(1, 3));
+    let (expiring, mut figures) = expiring(cell, &dir.join("expiring"), warm)?;
+    let control = control(cell, &dir.join("control"), &expiring)?;
+    let beside = &expiring.beside;
+    let cpu = beside.cpu.saturating_sub(control.cpu);
+    figures.set(
+        "cpu_us_per_expired",
+        cpu.as_secs_f64() * 1e6 / (cell.keys / 2).max(1) as f64,
+    );
+    figures.set("foreground_kept", beside.rate() / control.rate());
+    figures.set("foreground_p999_us", beside.p999_us);
+    figures.set("expire_s", beside.wall.as_secs_f64());
+    figures.count("expired_reported", expiring.reported);
+    figures.set(
+        "extra_device_flushes",
+        beside.flushes as f64 - control.flushes as f64,
+    );
+    Ok(figures)
+}
+
+/// What was done to the store whose keys expire.
+struct Expiring {
+    warm_ops: u64,
+    beside: Foreground,
+    reported: u64,
+}
+
+fn expiring(cell: &Cell, dir: &Path, warm: Duration) -> Fallible<(Expiring, Figures)> {
+    std::fs::create_dir_all(dir)?;
     let store = store::open(&cell.store, dir, cell.level(), cell.keys)?;
     let subject = Subject::new(dir, store.server());
-    let baseline = Duration::from_secs(bounds.seconds_max.clamp(1, 3));
-    let before = store::now_ms() + 1000 * (4 + baseline.as_secs() + cell.keys / FILL_KEYS_PER_S);
+    let before = store::now_ms() + 1000 * (4 + warm.as_secs() + cell.keys / FILL_KEYS_PER_S);
     fill(store.session()?.as_mut(), cell.keys, before)?;
     store.settle()?;
     let disk_before = process::disk_bytes(dir);
     let mut driver = Driver::new(Sequence::new(1), 1, 64)?;
-    let alone = foreground(store.as_ref(), &subject, &mut driver, |_| {
-        std::thread::sleep(baseline);
-        Ok(0)
+    let began = Instant::now();
+    let warmed = foreground(store.as_ref(), &subject, &mut driver, |_| {
+        began.elapsed() < warm
     })?;
     if store::now_ms() > before {
         return Err("the store was filled too slowly: its keys expired before".into());
     }
-    std::thread::sleep(Duration::from_millis(
-        before.saturating_sub(store::now_ms()),
-    ));
-    let beside = foreground(store.as_ref(), &subject, &mut driver, |store| {
-        store.expire(before + 1)
+    store::sleep_until(before);
+    let is_over = AtomicBool::new(false);
+    let (beside, reported) = std::thread::scope(|scope| {
+        let expire = scope.spawn(|| {
+            let expired = store.expire(before + 1);
+            is_over.store(true, Ordering::Relaxed);
+            expired
+        });
+        let beside = foreground(store.as_ref(), &subject, &mut driver, |_| {
+            !is_over.load(Ordering::Relaxed)
+        })?;
+        let reported = expire
+            .join()
+            .map_err(|_| "the expiring thread panicked")??;
+        Fallible::Ok((beside, reported))
     })?;
     store.settle()?;
     let disk_after = process::disk_bytes(dir);
-    let again = foreground(store.as_ref(), &subject, &mut driver, |_| {
-        std::thread::sleep(baseline);
-        Ok(0)
-    })?;
-    store.settle()?;
     let gone = check(store.session()?.as_mut(), cell.keys)?;
     let mut figures = store.figures();
     store.close()?;
-    let mean = |of: &dyn Fn(&Foreground) -> f64| f64::midpoint(of(&alone), of(&again));
-    let cpu_per_op = mean(&|one| one.cpu.as_secs_f64() / one.ops.max(1) as f64);
-    let cpu = (beside.cpu.as_secs_f64() - cpu_per_op * beside.ops as f64).max(0.0);
-    figures.set(
-        "cpu_us_per_expired",
-        cpu * 1e6 / (cell.keys / 2).max(1) as f64,
-    );
-    figures.set("foreground_kept", beside.rate() / mean(&Foreground::rate));
-    figures.set("foreground_p999_us", beside.p999_us);
-    figures.set("expire_s", beside.wall.as_secs_f64());
     figures.count("disk_before_bytes", disk_before);
     figures.count("disk_after_bytes", disk_after);
-    figures.count("expired_reported", beside.result);
     figures.set("expired_gone_share", gone);
-    let flushes_per_s = mean(&|one| one.flushes as f64 / one.wall.as_secs_f64());
-    figures.set(
-        "extra_device_flushes",
-        beside.flushes as f64 - flushes_per_s * beside.wall.as_secs_f64(),
-    );
-    Ok(figures)
+    let expiring = Expiring {
+        warm_ops: warmed.ops,
+        beside,
+        reported,
+    };
+    Ok((expiring, figures))
+}
+
+/// The same operations, where nothing expires.
+fn control(cell: &Cell, dir: &Path, expiring: &Expiring) -> Fallible<Foreground> {
+    std::fs::create_dir_all(dir)?;
+    let store = store::open(&cell.store, dir, cell.level(), cell.keys)?;
+    let subject = Subject::new(dir, store.server());
+    fill(store.session()?.as_mut(), cell.keys, EXPIRY)?;
+    store.settle()?;
+    let mut driver = Driver::new(Sequence::new(1), 1, 64)?;
+    foreground(store.as_ref(), &subject, &mut driver, |ops| {
+        ops < expiring.warm_ops
+    })?;
+    // As long as the other store stood still, at the most.
+    std::thread::sleep(Duration::from_secs(1));
+    let beside = foreground(store.as_ref(), &subject, &mut driver, |ops| {
+        ops < expiring.beside.ops
+    })?;
+    store.close()?;
+    Ok(beside)
 }
 
 /// The older half expires at `before`, the newer half does not.
@@ -96,14 +138,13 @@ fn fill(session: &mut dyn Session, keys: u64, before: u64) -> Fallible<()> {
     Ok(())
 }
 
-/// What one thread did while something else went on.
+/// What one thread did.
 struct Foreground {
     ops: u64,
     wall: Duration,
     cpu: Duration,
     flushes: u64,
     p999_us: f64,
-    result: u64,
 }
 
 impl Foreground {
@@ -112,38 +153,26 @@ impl Foreground {
     }
 }
 
+/// Inserts as long as `goes_on` says so of the number of operations.
 fn foreground(
     store: &dyn Store,
     subject: &Subject,
     driver: &mut Driver,
-    beside: impl FnOnce(&dyn Store) -> Fallible<u64>,
+    goes_on: impl Fn(u64) -> bool,
 ) -> Fallible<Foreground> {
-    let stop = AtomicBool::new(false);
     let ops_before = driver.done.ops;
     driver.done.histogram.reset();
+    let mut session = store.session()?;
     let (cpu, flushes, began) = (subject.cpu(), subject.device().flushes, Instant::now());
-    let result = std::thread::scope(|scope| {
-        let inserting = scope.spawn(|| {
-            let mut session = store.session()?;
-            while !stop.load(Ordering::Relaxed) {
-                driver.step(session.as_mut(), u64::MAX)?;
-            }
-            Fallible::Ok(())
-        });
-        let result = beside(store);
-        stop.store(true, Ordering::Relaxed);
-        let inserted = inserting
-            .join()
-            .map_err(|_| "the inserting thread panicked")?;
-        inserted.and(result)
-    })?;
+    while goes_on(driver.done.ops - ops_before) {
+        driver.step(session.as_mut(), u64::MAX)?;
+    }
     Ok(Foreground {
         ops: driver.done.ops - ops_before,
         wall: began.elapsed(),
         cpu: subject.cpu().saturating_sub(cpu),
         flushes: subject.device().flushes - flushes,
         p999_us: driver.done.histogram.value_at_quantile(0.999) as f64 / 1e3,
-        result,
     })
 }
 

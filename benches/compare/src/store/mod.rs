@@ -191,7 +191,7 @@ pub(crate) fn now_ms() -> u64 {
 }
 
 /// Waits for a moment that stores expire keys at by themselves.
-fn sleep_until(ms: u64) {
+pub(crate) fn sleep_until(ms: u64) {
     std::thread::sleep(std::time::Duration::from_millis(
         ms.saturating_sub(now_ms()),
     ));
