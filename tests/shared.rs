@@ -983,6 +983,38 @@ fn what_becomes_of_a_carried_entry_is_followed() {
     assert!(second.lease(9).unwrap().is_empty());
 }
 
+/// Story: the write of carried entries failed and was taken back, and the queue had them where they
+/// were not: nobody was given them any more before the next open.
+#[test]
+fn an_entry_whose_copy_is_taken_back_is_still_sent() {
+    let mut failed = 0;
+    for write in 0..80 {
+        let (disk, clock) = (SimDisk::new(), clock());
+        let a = Member::open(&disk, &clock);
+        let outbox = a.log.outbox("mail", small()).unwrap();
+        publish(&a, &outbox, 3);
+        for n in 0..200 {
+            assert!(a.filter.observe(key("k", n)).unwrap().is_new());
+        }
+        a.log.maintain().unwrap();
+        clock.advance_ms(8 * 24 * 3_600_000);
+        a.log.confirm_time().unwrap();
+        disk.fail(Fault::once(disk.steps() + write, FaultKind::NoSpace).only(Op::Write));
+        failed += u64::from(a.log.maintain().is_err());
+        disk.clear_faults();
+        if a.log.health().poisoned.is_some() {
+            // It was what tells the others.
+            continue;
+        }
+        assert_eq!(outbox.lease(9).unwrap().len(), 3, "write={write}");
+        for _ in 0..4 {
+            a.log.maintain().unwrap();
+        }
+        assert!(a.log.stats().carried_count > 0);
+    }
+    assert!(failed > 1, "{failed}");
+}
+
 /// A store that stands still frees its space, and a purge leaves a full disk harmless.
 #[test]
 fn a_shared_store_at_rest_frees_its_space() {

@@ -33,10 +33,8 @@ pub(super) enum Carry {
 
 /// What became of one record under the lock.
 enum Copied {
-    /// It is at the end of the log, or not needed any more.
-    Done {
-        appended: bool,
-    },
+    /// It is at the end of the log, there; or it is not needed any more.
+    Done(Option<Position>),
     /// The store has changed since the search.
     Again,
     NoRoom(Room),
@@ -53,6 +51,9 @@ impl Engine {
             Carry::Unsettled => self.unsettled_offsets(sealed)?,
             Carry::Needed => self.needed_offsets(sealed)?,
         };
+        if !offsets.is_empty() {
+            upkeep.half_carried.insert(sealed.segment.id);
+        }
         let mut left = offsets.as_slice();
         let mut keeps_room = true;
         while !left.is_empty() {
@@ -143,7 +144,7 @@ impl Engine {
         let searched = self.search_many(&snapshot, pass, &|_| ());
         let mut core = self.turn()?;
         self.check_writable(&core)?;
-        let (mut appended_any, mut no_room, mut failed) = (false, None, Ok(()));
+        let (mut copies, mut no_room, mut failed) = (Vec::new(), None, Ok(()));
         for (index, (searched, (position, record))) in searched.into_iter().zip(records).enumerate()
         {
             fetch_table_ahead(pass, index, &core);
@@ -162,8 +163,8 @@ impl Engine {
                 *position,
                 record,
             ) {
-                Ok(Copied::Done { appended }) => {
-                    appended_any |= appended;
+                Ok(Copied::Done(copy)) => {
+                    copies.extend(copy.map(|at| (*position, record, at)));
                     item.answer = Some(Ok(()));
                 }
                 Ok(Copied::Again) => break,
@@ -177,8 +178,12 @@ impl Engine {
                 }
             }
         }
-        if appended_any {
+        if !copies.is_empty() {
             self.finish_append(&mut core, Durability::Buffered)?;
+        }
+        // Not before: what a failed write takes back has not moved.
+        for (position, record, at) in copies {
+            core.move_queued(&record.copy(position), at);
         }
         failed.map(|()| no_room)
     }
@@ -199,11 +204,9 @@ impl Engine {
         };
         let is_newest = hit.is_some_and(|hit| hit.older.position == position);
         if !is_newest || !core.namespaces.contains_key(&wanted.namespace) {
-            return Ok(Copied::Done { appended: false });
+            return Ok(Copied::Done(None));
         }
-        let mut record = owned.borrow();
-        record.flags |= FLAG_CARRIED;
-        record.parts.origin = record.parts.origin.or(Some(position.get()));
+        let record = owned.copy(position);
         let frame_bytes = record.frame_bytes();
         if !core.fits(frame_bytes, 1) {
             return Ok(Copied::NoRoom(Room::of_one(frame_bytes, Need::Owed)));
@@ -211,9 +214,8 @@ impl Engine {
         let entry = core.unsettled.get(&position.get()).copied();
         let older = Older::of(&record, position);
         let carried = self.append(core, &record, wanted.h, Some(older), entry);
-        core.move_queued(&record, carried.position);
         self.counters.carried.add(1);
-        Ok(Copied::Done { appended: true })
+        Ok(Copied::Done(Some(carried.position)))
     }
 }
 
@@ -265,6 +267,14 @@ impl OwnedRecord {
             inherit_s: r.parts.inherit_s,
             outcome_until_s: r.parts.outcome_until_s,
         }
+    }
+
+    /// Returns what is written of it when it is carried over from there.
+    fn copy(&self, position: Position) -> Record<'_> {
+        let mut record = self.borrow();
+        record.flags |= FLAG_CARRIED;
+        record.parts.origin = record.parts.origin.or(Some(position.get()));
+        record
     }
 
     pub(super) fn borrow(&self) -> Record<'_> {

@@ -14,7 +14,7 @@ use super::namespace::{Space, to_ms};
 use super::pass::{Rests, later};
 use super::waits::Place;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::record::{FLAG_CARRIED, FRAME_BYTES_MAX, Kind, Record};
+use crate::format::record::{FRAME_BYTES_MAX, Kind, Record};
 use crate::format::to_usize;
 use crate::key::derive_key;
 use crate::log::bell::Listening;
@@ -510,8 +510,6 @@ impl Outbox {
             let changed = found.and_then(|found| change(found, env));
             Ok(match (changed, entries.get(index)) {
                 (Some(mut next), Some(entry)) => {
-                    // It is no copy, whatever the one before was.
-                    next.flags &= !FLAG_CARRIED;
                     if let Some(queued) = &mut next.queued {
                         queued.origin = entry.place;
                     }

@@ -31,6 +31,9 @@ pub(crate) struct Upkeep {
     pub(crate) unlinked: BTreeSet<u64>,
     /// Files of dropped segments and runs whose removal failed and is tried again.
     pub(crate) left: Vec<FileName>,
+    /// Segments of which some records may have been copied and others not. Nothing behind one goes
+    /// before it: what a copy has become may lie there, and hides the record here.
+    pub(crate) half_carried: BTreeSet<u64>,
     /// A dropped segment whose file is kept for the next one.
     pub(crate) retired: Option<Arc<Sealed>>,
     /// End of the log at the last upkeep.

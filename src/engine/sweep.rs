@@ -111,7 +111,11 @@ impl Engine {
         let (sealed, failures) = self.sealed_of_now();
         let mut gone = BTreeSet::new();
         let carried = self.carry_what_goes(upkeep, &sealed, trusted_ms, &mut gone);
-        // What fails keeps its own segment and later ones, which may hide what is in it.
+        // What is copied in part keeps its own segment and later ones.
+        let mut half = upkeep.half_carried.difference(&gone);
+        if let Some(half) = half.next().copied() {
+            gone.retain(|id| *id < half);
+        }
         let dropped = if gone.is_empty() {
             Ok(())
         } else {
@@ -229,6 +233,7 @@ impl Engine {
             manifest.runs.retain(|r| !dead(r.lo, r.hi));
         })?;
         upkeep.unlinked.clear();
+        upkeep.half_carried.retain(|id| !gone.contains(id));
         {
             let mut core = self.core();
             let mut view = View::clone(core.view());
@@ -423,38 +428,57 @@ mod tests {
         log.maintain().unwrap();
     }
 
-    /// Story: the record of a claim was damaged and could not be carried over, and the segments
-    /// before it, in which nothing was needed any more, stayed with its own.
+    /// Story: a record was damaged and could not be carried over. The segments before its own, in
+    /// which nothing was needed any more, stayed with it; later ones went, and what a copy had
+    /// become in them hid the record here no more.
     #[test]
-    fn what_cannot_be_carried_over_keeps_no_earlier_segment() {
-        let clock = Arc::new(ManualClock::new(1_700_000_000_000));
-        let disk = SimDisk::new();
-        let (log, jobs) = open(&disk, &clock);
-        fill(&log);
-        let claim = jobs.claim("damaged").unwrap();
-        assert!(matches!(claim, ClaimVerdict::New(_)));
-        fill_more(&log, 100..180);
-        log.sync().unwrap();
-        let disk = disk.after_kill();
-        for name in disk.file_names() {
+    fn what_cannot_be_carried_over_keeps_its_own_segment_and_later_ones() {
+        for is_claim in [true, false] {
+            let clock = Arc::new(ManualClock::new(1_700_000_000_000));
+            let disk = SimDisk::new();
+            let (log, jobs) = open(&disk, &clock);
+            fill(&log);
+            let long = NamespaceOptions::new().retention(RETENTION * 100);
+            let long = log.filter("long", long.outcome_bytes_max(0)).unwrap();
+            let claim = is_claim.then(|| jobs.claim("damaged").unwrap());
+            if !is_claim {
+                for key in ["whole", "damaged"] {
+                    assert!(long.observe(key).unwrap().is_new());
+                }
+            }
+            let its_own = log.handle.engine.core().writer.segment.id;
+            fill_more(&log, 100..180);
+            if !is_claim {
+                // This is what is damaged: the search for the older one ends here.
+                assert!(long.forget("damaged").unwrap().is_applied());
+                fill_more(&log, 200..280);
+            }
+            log.sync().unwrap();
+            let disk = disk.after_kill();
+            drop(claim);
+            let place = |name: &String| {
+                let bytes = disk.read_file(name).unwrap();
+                bytes.windows(7).position(|some| some == b"damaged")
+            };
+            let damaged = disk.file_names().into_iter().filter(|n| place(n).is_some());
+            let name = damaged.max().unwrap();
             let mut bytes = disk.read_file(&name).unwrap();
-            if let Some(at) = bytes.windows(7).position(|some| some == b"damaged") {
-                bytes[at] ^= 1;
-                disk.write_file(&name, bytes);
+            bytes[place(&name).unwrap()] ^= 1;
+            disk.write_file(&name, bytes);
+            let (log, _jobs) = open(&disk, &clock);
+            let sealed = || log.handle.engine.sealed_of_now().0;
+            let all: Vec<u64> = sealed().into_keys().collect();
+            let (earlier, rest) = all.split_at(all.binary_search(&its_own).unwrap());
+            assert!(!earlier.is_empty() && rest.len() > 1);
+            clock.advance_ms(2 * 60_000);
+            for _ in 0..2 {
+                let error = log.maintain().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+                assert_eq!(log.stats().drops_count, earlier.len() as u64);
+                let left: Vec<u64> = sealed().into_keys().collect();
+                assert!(left.starts_with(rest), "{left:?} {rest:?}");
             }
         }
-        let (log, _jobs) = open(&disk, &clock);
-        let engine = &log.handle.engine;
-        let at = *engine.core().unsettled.first_key_value().unwrap().0;
-        let its_own = Position::from_u64(at).segment();
-        let sealed = || engine.sealed_of_now().0;
-        let earlier = sealed().range(..its_own).count();
-        assert!(earlier > 0 && sealed().len() > earlier + 1);
-        clock.advance_ms(2 * 60_000);
-        let error = log.maintain().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
-        assert_eq!(log.stats().drops_count, earlier as u64);
-        assert_eq!(sealed().first_key_value().unwrap().0, &its_own);
     }
 
     fn fill_more(log: &DedupLog, keys: std::ops::Range<u32>) {

@@ -11,8 +11,8 @@ use std::time::Duration;
 use super::retention::DropTime;
 use crate::clock::Now;
 use crate::format::record::{
-    FLAG_ATTACHED, FLAG_DETACHED, FLAG_FINGERPRINT, FLAG_OUTCOME_DROPPED, FLAG_UNKNOWN, Kind,
-    Record, StateHeader,
+    FLAG_ATTACHED, FLAG_CARRIED, FLAG_DETACHED, FLAG_FINGERPRINT, FLAG_OUTCOME_DROPPED,
+    FLAG_UNKNOWN, Kind, Record, StateHeader,
 };
 use crate::key::{Fingerprint, NamespaceKind};
 use crate::options::Retention;
@@ -66,7 +66,8 @@ impl Entry {
         let own = |part: Option<&[u8]>| part.unwrap_or_default().to_vec();
         Entry {
             kind: record.kind,
-            flags: record.flags,
+            // What is written next is no copy.
+            flags: record.flags & !FLAG_CARRIED,
             expires_at_s: record.expires_at_s,
             state: record.state,
             outcome: own(record.parts.outcome),
@@ -671,5 +672,23 @@ pub(crate) fn view(entry: Option<&Entry>, env: &Env) -> KeyState {
             error: e.error.clone(),
         },
         _ => KeyState::Absent,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Story: a claim was carried over and then renewed by another opener. The renewal had the mark
+    /// of a copy, so who had granted the claim first went on by its own, earlier end of the lease.
+    #[test]
+    fn what_follows_a_copy_is_no_copy() {
+        let mut copy = Record::new(Kind::Claimed, 1, b"key");
+        copy.flags = FLAG_CARRIED | FLAG_DETACHED;
+        copy.parts.origin = Some(7);
+        let entry = Entry::of_record(&copy);
+        let next = entry.to_record(1, b"key");
+        assert_eq!(next.flags, FLAG_DETACHED);
+        assert_eq!(next.parts.origin, None);
     }
 }
