@@ -67,6 +67,7 @@ fn expiring(cell: &Cell, dir: &Path, warm: Duration) -> Fallible<(Expiring, Figu
     if store::now_ms() > before {
         return Err("the store was filled too slowly: its keys expired before".into());
     }
+    stand_still(store.as_ref())?;
     store::sleep_until(before);
     let is_over = AtomicBool::new(false);
     let (beside, reported) = std::thread::scope(|scope| {
@@ -99,6 +100,14 @@ fn expiring(cell: &Cell, dir: &Path, warm: Duration) -> Fallible<(Expiring, Figu
     Ok((expiring, figures))
 }
 
+/// Leaves neither the store nor the system anything to do that came before: one of the two stores
+/// waits for its keys' time, the other does not.
+fn stand_still(store: &dyn Store) -> Fallible<()> {
+    store.settle()?;
+    rustix::fs::sync();
+    Ok(())
+}
+
 /// The same operations, where nothing expires.
 fn control(cell: &Cell, dir: &Path, expiring: &Expiring) -> Fallible<Foreground> {
     std::fs::create_dir_all(dir)?;
@@ -110,8 +119,7 @@ fn control(cell: &Cell, dir: &Path, expiring: &Expiring) -> Fallible<Foreground>
     foreground(store.as_ref(), &subject, &mut driver, |ops| {
         ops < expiring.warm_ops
     })?;
-    // As long as the other store stood still, at the most.
-    std::thread::sleep(Duration::from_secs(1));
+    stand_still(store.as_ref())?;
     let beside = foreground(store.as_ref(), &subject, &mut driver, |ops| {
         ops < expiring.beside.ops
     })?;
