@@ -101,7 +101,9 @@ pub enum OpenMode {
     Salvage,
 }
 
-/// Whether the next segment is filled with zeros ahead of its use.
+/// Whether the next segment is filled with zeros ahead of its use: a small durable commit costs one
+/// flush then, and up to two segments of disk space are taken ahead. Otherwise space is reserved in
+/// steps, as the log grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ZeroFill {
     /// At `Power` on file systems that overwrite in place. The default.

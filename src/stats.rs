@@ -48,7 +48,8 @@ pub struct Stats {
     pub torn_writes_count: u64,
     /// Segments of the log.
     pub segments_count: u64,
-    /// Bytes of all segments, as allocated.
+    /// Sizes of all segment files, which is what a bound on the log counts; a part of the newest
+    /// two may have no blocks yet.
     pub log_bytes: u64,
     /// Bytes of all index runs.
     pub run_bytes: u64,

@@ -744,7 +744,7 @@ fn an_outbox_opened_after_a_failed_write_has_all_its_entries() {
     let small = NamespaceOptions::new().outcome_bytes_max(512);
     let filter = log.filter("filter", small.clone().retention(HOUR)).unwrap();
     log.sync().unwrap();
-    disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+    disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace).only(Op::Write));
     assert!(filter.observe("refused").is_err());
     // The entries are carried over, behind that place.
     for n in 0..200 {

@@ -596,8 +596,8 @@ impl File for HeldFile {
         self.0.set_len(bytes)
     }
 
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
-        self.0.allocate(bytes)
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        self.0.allocate(offset, bytes)
     }
 
     fn sync(&self) -> io::Result<()> {

@@ -416,8 +416,8 @@ impl File for WatchedFile {
             .around(&format!("resize {} {bytes}", self.name), resize)
     }
 
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
-        self.file.allocate(bytes)
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        self.file.allocate(offset, bytes)
     }
 
     fn sync(&self) -> io::Result<()> {

@@ -272,7 +272,7 @@ fn taken_back() -> Error {
 mod tests {
     use super::*;
     use crate::format::record::Kind;
-    use crate::vfs::sim::{Fault, FaultKind, SimDisk};
+    use crate::vfs::sim::{Fault, FaultKind, Op, SimDisk};
     use crate::{NamespaceOptions, ObserveOptions, Options};
 
     /// Story: a record was appended, another caller's write failed and took both back, and a third
@@ -291,7 +291,7 @@ mod tests {
             let engine = &log.handle.engine;
             let appended = append_first(engine, &mut engine.core());
             let asked = ObserveOptions::new().durability(level);
-            disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+            disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace).only(Op::Write));
             assert!(filter.observe_with("second", &asked).is_err());
             assert!(filter.observe_with("third", &asked).unwrap().is_new());
             let end = appended.position.after();
@@ -329,7 +329,7 @@ mod tests {
             appended
         };
         let asked = ObserveOptions::new().durability(Durability::Process);
-        disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace));
+        disk.fail(Fault::once(disk.steps(), FaultKind::NoSpace).only(Op::Write));
         assert!(filter.observe_with("second", &asked).is_err());
         let end = appended.position.after();
         engine

@@ -208,8 +208,9 @@ impl Engine {
         }
         let record = owned.copy(position);
         let frame_bytes = record.frame_bytes();
-        if !core.fits(frame_bytes, 1) {
-            return Ok(Copied::NoRoom(Room::of_one(frame_bytes, Need::Owed)));
+        let room = Room::of_one(frame_bytes, Need::Owed);
+        if !core.has_room(room) {
+            return Ok(Copied::NoRoom(room));
         }
         let entry = core.unsettled.get(&position.get()).copied();
         let older = Older::of(&record, position);

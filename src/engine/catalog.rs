@@ -14,7 +14,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result, is_out_of_space};
 use crate::format::manifest::Manifest;
 use crate::format::names::FileName;
-use crate::vfs::{Access, Dir};
+use crate::vfs::{Access, Dir, File};
 
 /// Size of the ballast: room for a manifest of 1,500 segments.
 const RESERVE_BYTES: u64 = 64 * 1024;
@@ -113,8 +113,12 @@ impl Catalog {
             return;
         }
         let name = FileName::Reserve.to_string();
+        let make = |file: &dyn File| {
+            file.set_len(RESERVE_BYTES)?;
+            file.allocate(0, RESERVE_BYTES)
+        };
         if let Ok(file) = self.dir.open(&name, Access::Create)
-            && file.allocate(RESERVE_BYTES).is_err()
+            && make(file.as_ref()).is_err()
         {
             self.dir.unlink(&name).unwrap_or_default();
         }

@@ -8,6 +8,7 @@
 //!    exactly once, in the table, in the frozen table, or in a run.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::io;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -279,13 +280,13 @@ impl Core {
 
     /// Returns the bytes that records may still take in the active segment.
     fn free_bytes(&self) -> usize {
-        self.free_bytes_behind(1)
+        self.writer.room_bytes().saturating_sub(self.end_bytes(1))
     }
 
-    /// The same if as many more unsettled records are listed.
-    fn free_bytes_behind(&self, records_count: usize) -> usize {
-        let footer = footer_bytes(self.tally.unsettled_count + records_count) + SYNC_MARK_BYTES;
-        self.writer.room_bytes().saturating_sub(footer)
+    /// Returns the bytes kept free for the end of the segment, if as many more unsettled records
+    /// are listed there: its footer and a last sync mark.
+    fn end_bytes(&self, records_count: usize) -> usize {
+        footer_bytes(self.tally.unsettled_count + records_count) + SYNC_MARK_BYTES
     }
 
     /// Says whether a hint would say something that the newest one does not. Only what this opener
@@ -312,39 +313,91 @@ impl Core {
     /// Says whether a frame of so many records fits into the active segment with everything that
     /// must follow it.
     pub(crate) fn fits(&self, frame_bytes: usize, records_count: usize) -> bool {
-        self.table.has_room(records_count) && self.free_bytes_behind(records_count) >= frame_bytes
+        let wanted = frame_bytes + self.end_bytes(records_count);
+        self.table.has_room(records_count) && self.writer.room_bytes() >= wanted
     }
 
-    /// Says whether a record may be appended now.
+    /// Says whether a record may be appended now, and reserves blocks for it if they are missing.
+    #[inline]
     pub(crate) fn has_room(&self, room: Room) -> bool {
+        self.is_reserved(room) || self.allocate(room).unwrap_or(false)
+    }
+
+    #[inline]
+    fn is_reserved(&self, room: Room) -> bool {
         self.fits(room.frame_bytes, room.records_count) && self.admits(room)
+    }
+
+    /// Reserves what is missing for a record, which costs about what a write costs, and says
+    /// whether it may be appended now. It may not if the active segment is full.
+    ///
+    /// # Errors
+    /// What the system says.
+    #[cold]
+    pub(crate) fn allocate(&self, room: Room) -> io::Result<bool> {
+        while let Some((segment, to)) = self.to_allocate(room) {
+            segment.allocate(to)?;
+        }
+        Ok(self.is_reserved(room))
     }
 
     /// Says whether what open claims owe still fits behind a new key into what is prepared.
     pub(crate) fn admits(&self, room: Room) -> bool {
-        let Room {
-            frame_bytes,
-            need: Need::New { owed_bytes },
-            ..
-        } = room
-        else {
-            return true;
+        self.missing_bytes(room) == 0
+    }
+
+    /// Returns what is missing, of all that is reserved, for what open claims owe and a new key.
+    fn missing_bytes(&self, room: Room) -> u64 {
+        let Need::New { owed_bytes } = room.need else {
+            return 0;
         };
-        let owed = self.owed_bytes + owed_bytes;
-        let wanted = owed + frame_bytes as u64;
+        let wanted = self.owed_bytes + owed_bytes + room.frame_bytes as u64;
         let here = self.free_bytes() as u64;
         if here >= wanted {
-            return true;
+            return 0;
         }
         // What does not fit here goes on in the next segment, and this one's end is lost.
-        let mut free = here.saturating_sub(u64::from(self.frame_bytes_max));
+        let frame_bytes_max = u64::from(self.frame_bytes_max);
+        let mut free = here.saturating_sub(frame_bytes_max);
         for next in &self.next {
             // Header, footer, and the end of a segment that the next frame does not fit into.
             let lost = SEGMENT_HEADER_BYTES + SEAL_BYTES + SYNC_MARK_BYTES;
-            let bytes = to_usize(next.bytes).saturating_sub(lost);
-            free += (bytes - bytes / 4) as u64;
+            let bytes = u64::from(next.allocated()).saturating_sub(lost as u64);
+            free += bytes.saturating_sub(frame_bytes_max.max(bytes / 4));
         }
-        free >= wanted
+        wanted.saturating_sub(free)
+    }
+
+    /// Returns the segment of which more has to be reserved for this, and up to where; `None` if it
+    /// would not help.
+    fn to_allocate(&self, room: Room) -> Option<(Arc<SegmentFile>, u32)> {
+        let owed_bytes = match room.need {
+            Need::New { owed_bytes } => self.owed_bytes + owed_bytes,
+            Need::Owed => 0,
+        };
+        let active = &self.writer.segment;
+        let end = to_usize(self.writer.end_offset()) + self.end_bytes(room.records_count);
+        let wanted = (end + room.frame_bytes) as u64;
+        let may_fit = self.table.has_room(room.records_count) && wanted <= u64::from(active.bytes);
+        let to = if may_fit {
+            wanted + owed_bytes
+        } else {
+            // It ends here.
+            end as u64
+        };
+        let to = bounded(to, active.bytes);
+        if to > active.allocated() {
+            return Some((Arc::clone(active), to));
+        }
+        let missing = self.missing_bytes(room);
+        if missing == 0 {
+            return None;
+        }
+        let mut next = self.next.iter();
+        let next = next.find(|next| next.allocated() < next.bytes)?;
+        // A third more: of what is reserved in a next segment a quarter does not count.
+        let to = u64::from(next.allocated()) + missing + missing / 3 + 1;
+        Some((Arc::clone(next), bounded(to, next.bytes)))
     }
 
     /// Appends a record that supersedes `older` (position, kind, expiry), and publishes it (A).
@@ -649,6 +702,10 @@ const HOLD_S: u32 = 3600;
 /// Says whether more than a quarter of a segment's records would have to be copied if it went.
 pub(crate) fn is_mostly_kept(unsettled_count: usize, records_count: u32) -> bool {
     unsettled_count > to_usize(records_count) / 4
+}
+
+fn bounded(offset: u64, bytes: u32) -> u32 {
+    u32::try_from(offset).unwrap_or(u32::MAX).min(bytes)
 }
 
 pub(crate) fn to_seconds(trusted_ms: u64) -> u32 {

@@ -29,6 +29,12 @@ impl Engine {
         }
     }
 
+    /// Removes the hint of a segment that has its run now. Where that fails the next open does it.
+    pub(crate) fn remove_hint(&self, segment: u64) {
+        let name = FileName::Hint(segment).to_string();
+        remove_if_there(self.dir.as_ref(), &name).unwrap_or_default();
+    }
+
     /// Returns a hint that is worth it, and how many entries it has.
     fn hint(&self) -> Option<(Hint, usize)> {
         let trusted_ms = self.now().trusted_ms;

@@ -11,7 +11,7 @@ use std::time::Duration;
 use super::Engine;
 use super::catalog::{read_manifest, remove_if_there};
 use super::join::open_shared;
-use super::prepare::{create_segment, fill_random, random_u32};
+use super::prepare::{Blocks, create_segment, fill_random, random_u32};
 use super::reader::open_reader;
 use super::recovery::recover;
 use super::repair::{Repair, is_readable_damage};
@@ -267,7 +267,7 @@ fn create(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Manifest> {
             hash_key_id,
             recycled: false,
         },
-        false,
+        Blocks::First,
     )?;
     let time = TrustedTime::resume(options.clock.as_ref(), None, 0);
     Ok(Manifest {

@@ -1,7 +1,11 @@
 //! Preparing the next segment: created or recycled, durable and listed before its first record.
 //!
-//! Order of steps: create (or rename a retired file), size, header, sync the file, sync the
+//! Order of steps: create (or rename a retired file), size, blocks, header, sync the file, sync the
 //! directory, manifest edit. Only then is the segment used.
+//!
+//! The size is whole from the start, the blocks are not, unless they are filled with zeros: they
+//! are reserved a step ahead of the end of the log, and as far as open claims may need them. What
+//! lies behind reads as zeros all the same.
 
 use std::collections::BTreeSet;
 use std::ops::{Deref, DerefMut};
@@ -9,7 +13,7 @@ use std::sync::Arc;
 
 use super::Engine;
 use super::catalog::remove_if_there;
-use super::core::Sealed;
+use super::core::{Room, Sealed};
 use super::shared::Held;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::SegmentEntry;
@@ -23,6 +27,9 @@ use crate::position::Position;
 use crate::vfs::{Access, Dir};
 
 const ZERO_FILL_CHUNK_BYTES: usize = 4096;
+
+/// Blocks reserved of a segment that is prepared and not in use yet.
+const FIRST_BYTES: u32 = 4096;
 
 /// What upkeep remembers from one time to the next; whoever holds it is the only one at it.
 #[derive(Debug, Default)]
@@ -135,10 +142,7 @@ impl Engine {
         };
         let segment = match retired {
             Some(old) => recycle_segment(self.dir.as_ref(), &header, old)?,
-            None => {
-                let zero_fill = self.zero_fill && bytes > SEGMENT_BYTES_FIRST;
-                create_segment(self.dir.as_ref(), &header, zero_fill)?
-            }
+            None => create_segment(self.dir.as_ref(), &header, self.blocks(bytes))?,
         };
         self.edit_manifest(|manifest| {
             manifest.segment_next = id + 1;
@@ -155,6 +159,27 @@ impl Engine {
         }
         self.core().next.push_back(Arc::new(segment));
         Ok(())
+    }
+
+    /// A shared store reserves all blocks at once: its processes do not tell each other how far.
+    fn blocks(&self, bytes: u32) -> Blocks {
+        if self.zero_fill && bytes > SEGMENT_BYTES_FIRST {
+            Blocks::Zeros
+        } else if self.shared.is_some() {
+            Blocks::All
+        } else {
+            Blocks::First
+        }
+    }
+
+    /// Says whether a record may be appended now; reserves blocks for it, if that is all it takes.
+    pub(crate) fn allocate_for(&self, room: Room) -> Result<bool> {
+        let core = self.turn()?;
+        self.check_writable(&core)?;
+        core.allocate(room).map_err(|error| {
+            let what = "reserving space for the log failed; nothing was appended";
+            Error::io(what, error).in_file(core.writer.segment.name())
+        })
     }
 
     /// Each segment is twice the former one, up to full size; it holds four of the largest frame
@@ -208,19 +233,34 @@ impl Engine {
     }
 }
 
+/// Which blocks of a new segment are reserved before it is used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Blocks {
+    /// Those of its header and first records.
+    First,
+    All,
+    /// All, and they are written: small commits into them cost one flush.
+    Zeros,
+}
+
 /// Creates a segment file with its header, durable before anything refers to it.
 pub(crate) fn create_segment(
     dir: &dyn Dir,
     header: &SegmentHeader,
-    zero_fill: bool,
+    blocks: Blocks,
 ) -> Result<SegmentFile> {
     let name = FileName::Segment(header.id).to_string();
+    let allocated = match blocks {
+        Blocks::First => FIRST_BYTES.min(header.bytes),
+        Blocks::All | Blocks::Zeros => header.bytes,
+    };
     let create = || {
         // The id was never in a manifest, so whatever has the name holds nothing.
         remove_if_there(dir, &name)?;
         let file = dir.open(&name, Access::Create)?;
-        file.allocate(u64::from(header.bytes))?;
-        if zero_fill {
+        file.set_len(u64::from(header.bytes))?;
+        file.allocate(0, u64::from(allocated))?;
+        if blocks == Blocks::Zeros {
             let zeros = [0; ZERO_FILL_CHUNK_BYTES];
             for at in (0..u64::from(header.bytes)).step_by(ZERO_FILL_CHUNK_BYTES) {
                 file.write_at(&zeros, at)?;
@@ -232,7 +272,11 @@ pub(crate) fn create_segment(
         Ok(file)
     };
     match create() {
-        Ok(file) => Ok(SegmentFile::new(header, file)),
+        Ok(file) => {
+            let segment = SegmentFile::new(header, file);
+            segment.forget_allocated(allocated);
+            Ok(segment)
+        }
         Err(error) => {
             remove_if_there(dir, &name).unwrap_or_default();
             Err(Error::io("creating the next segment failed", error).in_file(name))
@@ -250,6 +294,8 @@ fn recycle_segment(dir: &dyn Dir, header: &SegmentHeader, old: u64) -> Result<Se
     let recycle = || {
         dir.rename(&from, &name)?;
         let file = dir.open(&name, Access::Write)?;
+        // Its former life may have ended early.
+        file.allocate(0, u64::from(header.bytes))?;
         file.write_at(&header.encode(), 0)?;
         file.sync()?;
         dir.sync()?;
@@ -303,7 +349,8 @@ mod tests {
             hash_key_id: 1,
             recycled: false,
         };
-        let segment = create_segment(SimDisk::memory().dir().as_ref(), &header, false).unwrap();
+        let segment =
+            create_segment(SimDisk::memory().dir().as_ref(), &header, Blocks::All).unwrap();
         let entry = SealedEntry {
             end: BYTES,
             records_count: 0,

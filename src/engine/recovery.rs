@@ -334,6 +334,7 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         &mut report,
     )?;
     let (segment, replayed) = active;
+    find_reserved(&segment, replayed.end, &next, parts.options.shared);
     let unsettled = places(segment.id, &replayed.unsettled);
     let writer = Writer::new(segment, replayed.end);
     let stamps = parts.options.stamps(parts.generation, parts.reserved);
@@ -428,6 +429,20 @@ pub(super) fn assemble(base: Base) -> Engine {
 pub(super) fn places(segment: u64, records: &BTreeMap<u32, u16>) -> Vec<(Position, u16)> {
     let place = |(at, namespace): (&u32, &u16)| (Position::new(segment, *at), *namespace);
     records.iter().map(place).collect()
+}
+
+/// Says what is reserved of the segments that will be written. Alone in the store, what was
+/// reserved behind the end is found again by reserving it once more, as it is needed. A shared
+/// store knows of no part: all is reserved now, and where the disk has no room for that, a write
+/// that finds none is taken back.
+fn find_reserved(active: &SegmentFile, end: u32, next: &[Arc<SegmentFile>], shared: bool) {
+    let ends = next.iter().map(|next| (next.as_ref(), 0));
+    for (segment, end) in ends.chain([(active, end)]) {
+        segment.forget_allocated(end);
+        if shared && segment.allocate(segment.bytes).is_err() {
+            segment.forget_allocated(segment.bytes);
+        }
+    }
 }
 
 /// Makes the unlinking of dropped segments durable, before the manifest forgets them.
@@ -743,7 +758,7 @@ fn check_end(active: &SegmentFile, replayed: &Replayed, proven: Position) -> Res
 
 #[cfg(test)]
 mod tests {
-    use super::super::prepare::create_segment;
+    use super::super::prepare::{Blocks, create_segment};
     use super::*;
     use crate::format::record::Kind;
     use crate::format::segment::SegmentHeader;
@@ -815,7 +830,8 @@ mod tests {
             hash_key_id: hash.id(),
             recycled: false,
         };
-        let segment = create_segment(SimDisk::memory().dir().as_ref(), &header, false).unwrap();
+        let dir = SimDisk::memory().dir();
+        let segment = create_segment(dir.as_ref(), &header, Blocks::All).unwrap();
         let mut image = header.encode();
         for key in TWINS {
             let at = to_u32(image.len());

@@ -21,7 +21,7 @@ use super::carry::OwnedRecord;
 use super::catalog::{read_manifest, remove_if_there};
 use super::core::{Need, Older, Room, UnsettledEntry};
 use super::open::{find_orphans, open_error, refuse_unfinished, take_lock};
-use super::prepare::{create_segment, fill_random, random_u32};
+use super::prepare::{Blocks, create_segment, fill_random, random_u32};
 use super::recovery::recover;
 use super::salvage::{OldLog, Piece, Salvaged};
 use crate::clock::Anchor;
@@ -589,7 +589,7 @@ impl Plan {
             hash_key_id: KeyHash::new(&manifest.hash_key, manifest.store).id(),
             recycled: false,
         };
-        create_segment(to, &header, false)?;
+        create_segment(to, &header, Blocks::First)?;
         manifest.segment_next = id + 1;
         manifest.segments = vec![SegmentEntry {
             id,
@@ -737,10 +737,10 @@ impl Writer<'_> {
             engine.check_writable(&core)?;
             record.parts.inherit_s = core.inherit(older, engine.now().trusted_ms);
             let frame_bytes = record.frame_bytes();
-            if !core.fits(frame_bytes, 1) {
+            let room = Room::of_one(frame_bytes, Need::Owed);
+            if !core.has_room(room) {
                 drop(core);
-                let need = Need::Owed;
-                engine.make_room(Room::of_one(frame_bytes, need))?;
+                engine.make_room(room)?;
                 while engine.merge_once()? {}
                 engine.remove_left(&mut engine.upkeep())?;
                 continue;

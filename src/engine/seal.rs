@@ -41,13 +41,17 @@ impl Engine {
     /// Makes sure that a record fits.
     pub(crate) fn make_room(&self, room: Room) -> Result<()> {
         self.check_frame(room.frame_bytes)?;
-        let made = match self.roll_at_once(room) {
-            Ok(false) => self.wait_for_room(room),
-            rolled => rolled.map(|_| ()),
-        };
+        let made = self.find_room(room);
         // An eviction flushes, and those whom that has served are rung behind the lock.
         self.pay_waiters();
         made
+    }
+
+    fn find_room(&self, room: Room) -> Result<()> {
+        if self.allocate_for(room)? || self.roll_at_once(room)? {
+            return Ok(());
+        }
+        self.wait_for_room(room)
     }
 
     fn wait_for_room(&self, room: Room) -> Result<()> {
@@ -109,6 +113,9 @@ impl Engine {
     pub(crate) fn make_room_held(&self, upkeep: &mut Upkeep, room: Room) -> Result<()> {
         self.reserve_stamps()?;
         for _ in 0..ROUNDS_MAX {
+            if self.allocate_for(room)? {
+                return Ok(());
+            }
             let (fits, admits, prepared, active) = {
                 let core = self.turn()?;
                 self.check_writable(&core)?;
@@ -120,6 +127,7 @@ impl Engine {
                 )
             };
             if fits && admits {
+                // Another thread has made it.
                 return Ok(());
             }
             if !admits || prepared == 0 {
@@ -237,6 +245,7 @@ impl Engine {
             }
         })?;
         self.counters.seals.add(1);
+        self.remove_hint(id);
         if self.shared.is_some() {
             return self.take_over_edit();
         }
@@ -529,9 +538,11 @@ mod tests {
         }
         engine.seal_frozen().unwrap();
         let room = Room::of_one(8000, Need::New { owed_bytes: 0 });
+        assert!(!engine.allocate_for(room).unwrap());
         assert!(engine.roll_at_once(room).unwrap());
         assert!(filter.observe("one").unwrap().is_new());
         assert!(!engine.core().fits(8000, 1) && !engine.core().next.is_empty());
+        assert!(!engine.allocate_for(room).unwrap());
         assert!(!engine.roll_at_once(room).unwrap(), "its table waits");
         engine.seal_frozen().unwrap();
         assert!(engine.roll_at_once(room).unwrap());

@@ -12,7 +12,7 @@ use std::sync::{Arc, TryLockError};
 use super::Engine;
 use super::carry::Carry;
 use super::catalog::remove_if_there;
-use super::core::{Sealed, View};
+use super::core::{Need, Room, Sealed, View};
 use super::merge::{file_names, run_entry};
 use super::prepare::{Upkeep, Why};
 use crate::error::{Error, ErrorKind, Result};
@@ -101,6 +101,7 @@ impl Engine {
             self.prepare_next(upkeep, 0, Why::EndedEarly)?;
         }
         self.seal_frozen()?;
+        self.allocate_for(Room::of_one(0, Need::Owed))?;
         self.roll(ended)?;
         self.seal_frozen()
     }

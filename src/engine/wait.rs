@@ -35,6 +35,8 @@ pub(super) struct Waiting<'a, C> {
 
 /// What came of one look at the key.
 pub(super) struct Look {
+    /// When it began, on the boot clock.
+    at_ms: u64,
     listening: Option<Listening>,
     decided: Decided<Answer>,
     pub(super) basis: Basis,
@@ -91,6 +93,7 @@ impl<'a, C: EffectClass> Waiting<'a, C> {
             .namespace
             .claim_undurable(self.key, &self.request, is_first)?;
         Ok(Look {
+            at_ms: now_ms,
             listening,
             decided,
             basis,
@@ -114,9 +117,13 @@ impl<'a, C: EffectClass> Waiting<'a, C> {
             } => u64::MAX,
             _ => return self.end(look.decided),
         };
+        if look.at_ms >= self.deadline_ms {
+            return self.end(look.decided);
+        }
         let now_ms = self.engine().now().boot_ms;
         if now_ms >= self.deadline_ms {
-            return self.end(look.decided);
+            // What is told at the deadline is what is true then.
+            return Ok(Next::LookAgain);
         }
         let Some(listening) = look.listening else {
             self.join();

@@ -78,9 +78,9 @@ impl Writer {
         to_usize(self.written - self.kept_from)
     }
 
-    /// Returns the bytes left in the segment.
+    /// Returns the bytes left in what is reserved of the segment.
     pub(crate) fn room_bytes(&self) -> usize {
-        to_usize(self.segment.bytes.saturating_sub(self.end_offset()))
+        to_usize(self.segment.allocated().saturating_sub(self.end_offset()))
     }
 
     /// Appends a record to the image and returns its offset. The caller has checked the room.

@@ -318,13 +318,8 @@ impl File for DiskFile {
         self.0.set_len(bytes)
     }
 
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
-        reserve(&self.0, bytes)?;
-        if self.size()? == bytes {
-            Ok(())
-        } else {
-            self.0.set_len(bytes)
-        }
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        reserve(&self.0, offset, bytes)
     }
 
     fn sync(&self) -> io::Result<()> {
@@ -393,18 +388,18 @@ impl LockFile for DiskLockFile {
     }
 }
 
-/// Reserves blocks up to `bytes` where the file system can; the size may stay as it is.
+/// Reserves blocks where the file system can.
 #[cfg(target_os = "linux")]
-fn reserve(file: &fs::File, bytes: u64) -> io::Result<()> {
-    let flags = rustix::fs::FallocateFlags::empty();
-    match retry(|| rustix::fs::fallocate(file, flags, 0, bytes)) {
+fn reserve(file: &fs::File, offset: u64, bytes: u64) -> io::Result<()> {
+    let flags = rustix::fs::FallocateFlags::KEEP_SIZE;
+    match retry(|| rustix::fs::fallocate(file, flags, offset, bytes)) {
         Ok(()) | Err(Errno::OPNOTSUPP | Errno::INVAL | Errno::NOSYS) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
 #[cfg(not(target_os = "linux"))]
-fn reserve(_file: &fs::File, _bytes: u64) -> io::Result<()> {
+fn reserve(_file: &fs::File, _offset: u64, _bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
@@ -638,16 +633,25 @@ mod tests {
     }
 
     #[test]
-    fn allocate_sets_the_size_both_ways_and_keeps_the_bytes() {
-        let (_parent, _path, dir) = scratch();
+    fn allocate_reserves_blocks_and_changes_neither_size_nor_bytes() {
+        let (_parent, path, dir) = scratch();
         let file = dir.open("a", Access::Create).unwrap();
-        for (bytes, expected) in [(0, 0), (10_000, 10_000), (3, 3), (0, 0)] {
-            file.allocate(bytes).unwrap();
-            assert_eq!(file.size().unwrap(), expected);
-        }
+        file.set_len(1 << 20).unwrap();
         file.write_at(b"abc", 0).unwrap();
-        file.allocate(5).unwrap();
-        assert_eq!(&*file.map().unwrap(), b"abc\0\0");
+        file.sync().unwrap();
+        let blocks = || fs::metadata(path.join("a")).unwrap().blocks();
+        let before = blocks();
+        file.allocate(0, 0).unwrap();
+        file.allocate(0, 8192).unwrap();
+        file.allocate(65_536, 65_536).unwrap();
+        assert_eq!(file.size().unwrap(), 1 << 20);
+        assert_eq!(&file.map().unwrap()[..4], b"abc\0");
+        // Where the file system reserves anything, it is no more than what was asked for.
+        assert!(
+            blocks() <= before + (8192 + 65_536) / 512,
+            "{before} {}",
+            blocks()
+        );
     }
 
     #[test]

@@ -157,12 +157,13 @@ pub trait File: Send + Sync + fmt::Debug {
     /// What the system says.
     fn set_len(&self, bytes: u64) -> io::Result<()>;
 
-    /// Sets the size and reserves blocks where the file system can, so that later writes inside
-    /// it do not run out of space; new bytes read as zeros.
+    /// Reserves blocks for a range where the file system can, so that later writes inside it do
+    /// not run out of space. Neither the size nor what is read changes. After an error a part of
+    /// the range may be reserved.
     ///
     /// # Errors
     /// What the system says.
-    fn allocate(&self, bytes: u64) -> io::Result<()>;
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()>;
 
     /// Makes everything written so far, and the size, durable: a device flush.
     ///

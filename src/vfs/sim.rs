@@ -247,6 +247,11 @@ impl SimDisk {
         self.state().free_bytes = bytes;
     }
 
+    /// Returns the space that is taken, also by files that have no name any more.
+    pub fn used_bytes(&self) -> u64 {
+        self.state().charged_bytes()
+    }
+
     /// Returns the free space, if it is limited.
     pub fn free_bytes(&self) -> Option<u64> {
         self.state().free_bytes
@@ -476,16 +481,13 @@ impl File for SimFile {
 
     fn set_len(&self, bytes: u64) -> io::Result<()> {
         self.writable()?;
-        self.dir
-            .state()
-            .resize(self.id, &self.name, bytes, Op::SetLen)
+        self.dir.state().resize(self.id, &self.name, bytes)
     }
 
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
         self.writable()?;
-        self.dir
-            .state()
-            .resize(self.id, &self.name, bytes, Op::Allocate)
+        let mut state = self.dir.state();
+        state.allocate(self.id, &self.name, offset, bytes)
     }
 
     fn sync(&self) -> io::Result<()> {

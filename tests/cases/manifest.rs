@@ -317,7 +317,7 @@ fn c53_a_process_killed_on_a_full_disk_opens_on_it_or_says_so_and_opens_when_the
                     // Recovery may have cut a torn tail again; no record is touched.
                     let after = image(&killed);
                     let is_log = |name: &str, content: &[u8]| {
-                        name.starts_with("seg-") && content.len() >= 64
+                        name.starts_with("seg-") && content.starts_with(b"idemlogS")
                     };
                     for (name, content) in before.iter().filter(|(n, c)| is_log(n, c)) {
                         let (was, is) = (bytes::frames(content), bytes::frames(&after[name]));

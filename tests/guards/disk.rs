@@ -187,6 +187,11 @@ const WRITTEN_MERGED_PERCENT_MAX: u64 = 210 + MANIFEST_PERCENT;
 const MANIFEST_PERCENT: u64 = 3;
 /// What lies on the disk for a record: the record, one entry and one share of a filter.
 const DISK_PERCENT_MAX: u64 = 140;
+/// Bytes on the disk for a key of 16 bytes, whatever the number of keys: the same 140 %, with the
+/// hint of a closed store, and no more reserved ahead than the rest of a step.
+const DISK_BYTES_MAX: u64 = 44;
+/// The ballast for a full disk, the first blocks of the next segment, manifest and lock.
+const DISK_BASE_BYTES: u64 = 80 * 1024;
 /// Records of one group commit.
 const GROUP: u64 = 64;
 const SEGMENT_BYTES: u32 = 256 * 1024;
@@ -287,5 +292,37 @@ fn segments_that_expire_together_cost_two_flushes() {
         assert!(drops >= segments, "drops={drops}");
         assert!(cost.flushes <= DROP_FLUSHES_MAX, "{cost:?}");
         assert!(cost.bytes <= DROP_BYTES_MAX, "{cost:?}");
+    }
+}
+
+/// Space is reserved as the log grows: not a whole segment at a time, and not the next one ahead.
+#[test]
+fn a_store_takes_44_bytes_a_key_at_any_number_of_keys() {
+    let disk = SimDisk::memory();
+    let mut first = 0;
+    for count in [
+        10_000, 30_000, 60_000, 70_000, 100_000, 125_000, 131_072, 200_000,
+    ] {
+        let options = options(Durability::Buffered).segment_bytes(32 << 20);
+        let log = options.open_on(disk.dir()).unwrap();
+        let filter = filter(&log);
+        for next in (first..count).step_by(1000) {
+            observe_new(&filter, next..(next + 1000).min(count));
+            log.maintain().unwrap();
+        }
+        first = count;
+        let running = disk.used_bytes();
+        drop(filter);
+        log.close().unwrap();
+        let closed = disk.used_bytes();
+        println!(
+            "{count} keys: running {running}, closed {closed}, {} a key",
+            closed / count
+        );
+        let most = count * DISK_BYTES_MAX + DISK_BASE_BYTES;
+        assert!(
+            running.max(closed) <= most,
+            "{count}: {running} {closed} > {most}"
+        );
     }
 }

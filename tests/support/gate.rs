@@ -101,8 +101,8 @@ impl File for GatedFile {
         self.file.set_len(bytes)
     }
 
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
-        self.file.allocate(bytes)
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
+        self.file.allocate(offset, bytes)
     }
 
     fn sync(&self) -> io::Result<()> {

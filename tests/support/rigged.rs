@@ -186,9 +186,9 @@ impl File for RiggedFile {
         self.inner.set_len(bytes)
     }
 
-    fn allocate(&self, bytes: u64) -> io::Result<()> {
+    fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
         (self.hook)(Op::Allocate, &self.name)?;
-        self.inner.allocate(bytes)
+        self.inner.allocate(offset, bytes)
     }
 
     fn sync(&self) -> io::Result<()> {

@@ -484,20 +484,29 @@ impl State {
         next
     }
 
-    /// Sets the size; `Op::Allocate` also charges the space.
-    pub(super) fn resize(&mut self, id: FileId, name: &str, bytes: u64, op: Op) -> io::Result<()> {
+    /// Charges space, all of it or as far as there is any; what is read stays what it was.
+    pub(super) fn allocate(
+        &mut self,
+        id: FileId,
+        name: &str,
+        offset: u64,
+        bytes: u64,
+    ) -> io::Result<()> {
+        let what = || format!("{} {name} {offset}+{bytes}", Op::Allocate);
+        self.begin(Op::Allocate, 0, what)?.whole()?;
+        file_size(offset.checked_add(bytes).ok_or(Errno::FBIG)?)?;
+        let (offset, bytes) = (file_size(offset)?, file_size(bytes)?);
+        if self.charge(id, offset, bytes)? < bytes {
+            return Err(FaultKind::NoSpace.error());
+        }
+        Ok(())
+    }
+
+    pub(super) fn resize(&mut self, id: FileId, name: &str, bytes: u64) -> io::Result<()> {
+        let op = Op::SetLen;
         self.begin(op, 0, || format!("{op} {name} {bytes}"))?
             .whole()?;
         let bytes = file_size(bytes)?;
-        if op == Op::Allocate {
-            let reserved = self.inode(id)?.charged.clone();
-            let free_bytes = self.free_bytes;
-            if self.charge(id, 0, bytes)? < bytes {
-                self.inode(id)?.charged = reserved;
-                self.free_bytes = free_bytes;
-                return Err(FaultKind::NoSpace.error());
-            }
-        }
         let history = self.history;
         let inode = self.inode(id)?;
         let before = inode.cached.len();

@@ -422,11 +422,17 @@ fn a_full_disk_takes_a_prefix_and_reserved_space_stays_writable() {
     disk.set_free_bytes(Some(2048));
     let dir = disk.dir();
     let file = dir.open("a", Access::Create).unwrap();
-    let too_much = file.allocate(2049).unwrap_err();
+    file.set_len(4096).unwrap();
+    let too_much = file.allocate(512, 2049).unwrap_err();
     assert_eq!(too_much.kind(), io::ErrorKind::StorageFull);
-    assert_eq!((file.size().unwrap(), disk.free_bytes()), (0, Some(2048)));
-    file.allocate(1024).unwrap();
-    assert_eq!(disk.free_bytes(), Some(1024));
+    assert_eq!(disk.free_bytes(), Some(0), "a part of it is reserved");
+    assert_eq!(file.size().unwrap(), 4096);
+    file.set_len(0).unwrap();
+    assert_eq!(disk.free_bytes(), Some(2048));
+    file.set_len(4096).unwrap();
+    file.allocate(0, 600).unwrap();
+    file.allocate(512, 512).unwrap();
+    assert_eq!((disk.free_bytes(), disk.used_bytes()), (Some(1024), 1024));
     let hole = dir.open("b", Access::Create).unwrap();
     hole.set_len(5000).unwrap();
     assert_eq!(disk.free_bytes(), Some(1024), "holes cost nothing");
@@ -611,7 +617,7 @@ fn counts_tell_what_was_asked() {
     let dir = disk.dir();
     let file = dir.open("a", Access::Create).unwrap();
     file.write_at(b"abc", 0).unwrap();
-    file.allocate(9).unwrap();
+    file.allocate(0, 9).unwrap();
     file.set_len(2).unwrap();
     file.sync().unwrap();
     file.read_at(&mut [0; 9], 0).unwrap();
@@ -747,7 +753,7 @@ fn random_step(dir: &dyn Dir, rng: &mut Rng) -> String {
         2 => kind(dir.rename(name, other)),
         3 => kind(dir.unlink(name)),
         4 => on_file(&|file| file.set_len(number)),
-        5 => on_file(&|file| file.allocate(number)),
+        5 => on_file(&|file| file.allocate(number, 700)),
         6 => on_file(&|file| file.sync()),
         7 => kind(dir.sync()),
         _ => {

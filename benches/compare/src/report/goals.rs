@@ -504,21 +504,6 @@ fn memory(data: &Data, goals: &mut Vec<Goal>) {
             Bound::AtMost(44.0),
             named(least, "B"),
         );
-        let prepared = of("idemlog", "own_log_bytes")
-            .and_then(|all| Some(all - of("idemlog", "own_appended_bytes")?));
-        let ahead = ratio(prepared, of("idemlog", "keys"));
-        let behind = ahead.and_then(|ahead| Some(of("idemlog", "disk_bytes_per_key")? - ahead));
-        push(
-            goals,
-            &scenario,
-            "<= 44 B a key beside the zeros written ahead",
-            behind,
-            Bound::AtMost(44.0),
-            named(
-                prepared.map(|bytes| ("zeros", bytes / f64::from(1 << 20))),
-                "MiB",
-            ),
-        );
         filters(data, goals, at);
         let record = ratio(of("idemlog", "own_appended_bytes"), of("idemlog", "keys"));
         let written = ratio(of("idemlog", "written_bytes_per_op"), of("idemlog", "keys"));

@@ -88,7 +88,6 @@ impl Store for Ours {
         figures.count("own_runs", stats.runs_count);
         figures.count("own_fuse_filters", stats.fuse_filters_count);
         figures.count("own_stalls", stats.stalls_count);
-        figures.count("own_log_bytes", stats.log_bytes);
         figures.count("own_run_bytes", stats.run_bytes);
         figures.count("own_filter_bytes", stats.filter_bytes);
         figures.count("own_table_bytes", stats.table_bytes);
