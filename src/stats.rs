@@ -49,7 +49,7 @@ pub struct Stats {
     /// Segments of the log.
     pub segments_count: u64,
     /// Sizes of all segment files, which is what a bound on the log counts; a part of the newest
-    /// two may have no blocks yet.
+    /// ones may have no blocks yet.
     pub log_bytes: u64,
     /// Bytes of all index runs.
     pub run_bytes: u64,

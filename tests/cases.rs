@@ -25,6 +25,7 @@ mod log;
 mod manifest;
 #[cfg(target_os = "linux")]
 mod process;
+mod space;
 mod time;
 
 /// The numbers of all cases. They carry no order, and gaps mean nothing.

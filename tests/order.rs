@@ -596,6 +596,14 @@ impl File for HeldFile {
         self.0.set_len(bytes)
     }
 
+    fn allocated(&self) -> io::Result<u64> {
+        self.0.allocated()
+    }
+
+    fn free_space(&self) -> io::Result<u64> {
+        self.0.free_space()
+    }
+
     fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
         self.0.allocate(offset, bytes)
     }

@@ -416,6 +416,14 @@ impl File for WatchedFile {
             .around(&format!("resize {} {bytes}", self.name), resize)
     }
 
+    fn allocated(&self) -> io::Result<u64> {
+        self.file.allocated()
+    }
+
+    fn free_space(&self) -> io::Result<u64> {
+        self.file.free_space()
+    }
+
     fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
         self.file.allocate(offset, bytes)
     }

@@ -5,10 +5,11 @@
 //! foreground goes on, and gets the room that it may need.
 
 use super::Engine;
-use super::core::{Core, Need, Older, Room, Sealed, Snapshot};
+use super::core::{Core, Older, Sealed, Snapshot};
 use super::lookup::{Completed, Searched, Wanted, read_error};
 use super::pass::{Item, fetch_table_ahead, next_pass};
 use super::prepare::Upkeep;
+use super::room::{Need, Room};
 use crate::error::{Error, Result};
 use crate::format::record::{FLAG_CARRIED, Kind, Record, StateHeader};
 use crate::format::to_usize;
@@ -208,7 +209,12 @@ impl Engine {
         }
         let record = owned.copy(position);
         let frame_bytes = record.frame_bytes();
-        let room = Room::of_one(frame_bytes, Need::Owed);
+        // The copy owes what its record did.
+        let need = Need::Change {
+            own_bytes: 0,
+            owed_bytes: 0,
+        };
+        let room = Room::of_one(frame_bytes, need);
         if !core.has_room(room) {
             return Ok(Copied::NoRoom(room));
         }

@@ -114,6 +114,10 @@ impl Catalog {
         }
         let name = FileName::Reserve.to_string();
         let make = |file: &dyn File| {
+            // Asked first: a part may stay reserved of what does not fit.
+            if file.free_space()? < RESERVE_BYTES {
+                return Err(io::ErrorKind::StorageFull.into());
+            }
             file.set_len(RESERVE_BYTES)?;
             file.allocate(0, RESERVE_BYTES)
         };

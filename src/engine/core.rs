@@ -8,7 +8,6 @@
 //!    exactly once, in the table, in the frozen table, or in a run.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::io;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Weak};
 
@@ -16,8 +15,7 @@ use arc_swap::ArcSwap;
 
 use crate::format::manifest::SealedEntry;
 use crate::format::record::{
-    FLAG_CARRIED, KIND_COUNT, Kind, Record, SEAL_BYTES, SYNC_MARK_BYTES, Seal, SyncMark,
-    UNSETTLED_LIST_MAX, encode_unsettled, footer_bytes,
+    FLAG_CARRIED, KIND_COUNT, Kind, Record, Seal, SyncMark, UNSETTLED_LIST_MAX, encode_unsettled,
 };
 use crate::format::segment::SEGMENT_HEADER_BYTES;
 use crate::format::{to_u32, to_usize};
@@ -278,17 +276,6 @@ impl Core {
         self.published.store(Arc::new(Snapshot::of(self)));
     }
 
-    /// Returns the bytes that records may still take in the active segment.
-    fn free_bytes(&self) -> usize {
-        self.writer.room_bytes().saturating_sub(self.end_bytes(1))
-    }
-
-    /// Returns the bytes kept free for the end of the segment, if as many more unsettled records
-    /// are listed there: its footer and a last sync mark.
-    fn end_bytes(&self, records_count: usize) -> usize {
-        footer_bytes(self.tally.unsettled_count + records_count) + SYNC_MARK_BYTES
-    }
-
     /// Says whether a hint would say something that the newest one does not. Only what this opener
     /// has appended is worth one.
     pub(crate) fn is_hint_due(&self) -> bool {
@@ -308,96 +295,6 @@ impl Core {
 
     pub(crate) fn is_half_full(&self) -> bool {
         self.writer.end_offset() > self.writer.segment.bytes / 2
-    }
-
-    /// Says whether a frame of so many records fits into the active segment with everything that
-    /// must follow it.
-    pub(crate) fn fits(&self, frame_bytes: usize, records_count: usize) -> bool {
-        let wanted = frame_bytes + self.end_bytes(records_count);
-        self.table.has_room(records_count) && self.writer.room_bytes() >= wanted
-    }
-
-    /// Says whether a record may be appended now, and reserves blocks for it if they are missing.
-    #[inline]
-    pub(crate) fn has_room(&self, room: Room) -> bool {
-        self.is_reserved(room) || self.allocate(room).unwrap_or(false)
-    }
-
-    #[inline]
-    fn is_reserved(&self, room: Room) -> bool {
-        self.fits(room.frame_bytes, room.records_count) && self.admits(room)
-    }
-
-    /// Reserves what is missing for a record, which costs about what a write costs, and says
-    /// whether it may be appended now. It may not if the active segment is full.
-    ///
-    /// # Errors
-    /// What the system says.
-    #[cold]
-    pub(crate) fn allocate(&self, room: Room) -> io::Result<bool> {
-        while let Some((segment, to)) = self.to_allocate(room) {
-            segment.allocate(to)?;
-        }
-        Ok(self.is_reserved(room))
-    }
-
-    /// Says whether what open claims owe still fits behind a new key into what is prepared.
-    pub(crate) fn admits(&self, room: Room) -> bool {
-        self.missing_bytes(room) == 0
-    }
-
-    /// Returns what is missing, of all that is reserved, for what open claims owe and a new key.
-    fn missing_bytes(&self, room: Room) -> u64 {
-        let Need::New { owed_bytes } = room.need else {
-            return 0;
-        };
-        let wanted = self.owed_bytes + owed_bytes + room.frame_bytes as u64;
-        let here = self.free_bytes() as u64;
-        if here >= wanted {
-            return 0;
-        }
-        // What does not fit here goes on in the next segment, and this one's end is lost.
-        let frame_bytes_max = u64::from(self.frame_bytes_max);
-        let mut free = here.saturating_sub(frame_bytes_max);
-        for next in &self.next {
-            // Header, footer, and the end of a segment that the next frame does not fit into.
-            let lost = SEGMENT_HEADER_BYTES + SEAL_BYTES + SYNC_MARK_BYTES;
-            let bytes = u64::from(next.allocated()).saturating_sub(lost as u64);
-            free += bytes.saturating_sub(frame_bytes_max.max(bytes / 4));
-        }
-        wanted.saturating_sub(free)
-    }
-
-    /// Returns the segment of which more has to be reserved for this, and up to where; `None` if it
-    /// would not help.
-    fn to_allocate(&self, room: Room) -> Option<(Arc<SegmentFile>, u32)> {
-        let owed_bytes = match room.need {
-            Need::New { owed_bytes } => self.owed_bytes + owed_bytes,
-            Need::Owed => 0,
-        };
-        let active = &self.writer.segment;
-        let end = to_usize(self.writer.end_offset()) + self.end_bytes(room.records_count);
-        let wanted = (end + room.frame_bytes) as u64;
-        let may_fit = self.table.has_room(room.records_count) && wanted <= u64::from(active.bytes);
-        let to = if may_fit {
-            wanted + owed_bytes
-        } else {
-            // It ends here.
-            end as u64
-        };
-        let to = bounded(to, active.bytes);
-        if to > active.allocated() {
-            return Some((Arc::clone(active), to));
-        }
-        let missing = self.missing_bytes(room);
-        if missing == 0 {
-            return None;
-        }
-        let mut next = self.next.iter();
-        let next = next.find(|next| next.allocated() < next.bytes)?;
-        // A third more: of what is reserved in a next segment a quarter does not count.
-        let to = u64::from(next.allocated()) + missing + missing / 3 + 1;
-        Some((Arc::clone(next), bounded(to, next.bytes)))
     }
 
     /// Appends a record that supersedes `older` (position, kind, expiry), and publishes it (A).
@@ -485,6 +382,12 @@ impl Core {
             self.owed_bytes += u64::from(owed_bytes);
             entry.owed_bytes = owed_bytes;
         }
+    }
+
+    /// Returns the log space that is kept for what is written behind the record here.
+    pub(crate) fn owed_at(&self, position: Position) -> u64 {
+        let entry = self.unsettled.get(&position.get());
+        entry.map_or(0, |entry| u64::from(entry.owed_bytes))
     }
 
     /// Notes where an outbox entry is now that was carried over.
@@ -642,36 +545,6 @@ impl Core {
     }
 }
 
-/// Room that a record needs, and on whose account.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Room {
-    pub(crate) frame_bytes: usize,
-    /// Records in the frame: one, or those of a group.
-    pub(crate) records_count: usize,
-    pub(crate) need: Need,
-}
-
-impl Room {
-    /// The room of a frame of one record.
-    pub(crate) fn of_one(frame_bytes: usize, need: Need) -> Self {
-        Room {
-            frame_bytes,
-            records_count: 1,
-            need,
-        }
-    }
-}
-
-/// On whose account room is needed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Need {
-    /// A new key: the bound on the log applies, and what open claims owe must still fit behind
-    /// it, with what this one will owe.
-    New { owed_bytes: u64 },
-    /// What the owner of an open claim may write at any time, and upkeep.
-    Owed,
-}
-
 /// The newest record of a key, before it is superseded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Older {
@@ -702,10 +575,6 @@ const HOLD_S: u32 = 3600;
 /// Says whether more than a quarter of a segment's records would have to be copied if it went.
 pub(crate) fn is_mostly_kept(unsettled_count: usize, records_count: u32) -> bool {
     unsettled_count > to_usize(records_count) / 4
-}
-
-fn bounded(offset: u64, bytes: u32) -> u32 {
-    u32::try_from(offset).unwrap_or(u32::MAX).min(bytes)
 }
 
 pub(crate) fn to_seconds(trusted_ms: u64) -> u32 {

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use super::append::Appended;
-use super::core::{Core, Need, Older, Room, Snapshot};
+use super::core::{Core, Older, Snapshot};
 use super::handle::Handle;
 use super::lookup::{Completed, Searched, Wanted};
 use super::namespace::Space;
 use super::pass::{Item, Rests, Written, fetch_table_ahead, later, next_pass};
+use super::room::{Need, Room};
 use super::update::{Basis, Levels, Step};
 use super::{Engine, check_open};
 use crate::clock::Now;

@@ -3,10 +3,11 @@
 
 use super::Engine;
 use super::append::Appended;
-use super::core::{Core, Need, Older, Room, UnsettledEntry};
+use super::core::{Core, Older, UnsettledEntry};
 use super::lookup::{Hit, Located, Wanted};
 use super::namespace::Space;
 use super::pass::{Rests, later};
+use super::room::{Need, Room};
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{HEADER_BYTES, Kind, PART_HEADER_BYTES, Record};
@@ -326,7 +327,10 @@ impl Engine {
             )));
         }
         let need = if frame_bytes <= levels.reserved_bytes {
-            Need::Owed
+            Need::Change {
+                own_bytes: levels.reserved_bytes as u64,
+                owed_bytes: 0,
+            }
         } else {
             let before: u64 = ready.iter().map(|p| u64::from(p.owed_before)).sum();
             let behind: u64 = ready.iter().map(|p| u64::from(p.owed_bytes)).sum();

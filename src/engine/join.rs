@@ -316,6 +316,7 @@ fn admit_others(engine: Arc<Engine>, locks: &Locks) -> Result<Option<Arc<Engine>
     own.core().edit_seen = edit;
     own.shared = Some(shared);
     own.hold_membership(locks)?;
+    own.reserve_whole();
     let admitted = locks.try_member(LockMode::Shared)?;
     Ok(admitted.then_some(engine))
 }

@@ -44,6 +44,7 @@ mod prepare;
 pub(crate) mod reader;
 mod recovery;
 pub(crate) mod repair;
+mod room;
 pub(crate) mod run_once;
 mod runs;
 mod salvage;
@@ -194,7 +195,7 @@ impl Engine {
     /// this one knows, or whoever is at the upkeep has prepared the next one.
     fn maintenance_unless_room(
         &self,
-        room: core::Room,
+        room: room::Room,
     ) -> Result<Option<prepare::Maintaining<'_>>> {
         let Some(shared) = &self.shared else {
             self.check_home()?;
@@ -215,7 +216,7 @@ impl Engine {
 
     fn upkeep_unless_room(
         &self,
-        room: core::Room,
+        room: room::Room,
     ) -> Result<Option<MutexGuard<'_, prepare::Upkeep>>> {
         // Under the scheduler no time passes.
         while !self.is_at_bound(room) && cfg!(not(all(test, idemlog_shuttle))) {

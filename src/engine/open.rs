@@ -268,6 +268,7 @@ fn create(dir: &dyn Dir, shown: &str, options: &Options) -> Result<Manifest> {
             recycled: false,
         },
         Blocks::First,
+        false,
     )?;
     let time = TrustedTime::resume(options.clock.as_ref(), None, 0);
     Ok(Manifest {

@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 use super::Engine;
 use super::catalog::remove_if_there;
-use super::core::{Room, Sealed};
+use super::core::Sealed;
+use super::room::{NoBlocks, Room};
 use super::shared::Held;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::SegmentEntry;
@@ -142,7 +143,10 @@ impl Engine {
         };
         let segment = match retired {
             Some(old) => recycle_segment(self.dir.as_ref(), &header, old)?,
-            None => create_segment(self.dir.as_ref(), &header, self.blocks(bytes))?,
+            None => {
+                let keeps_free = why == Why::NewKeys;
+                create_segment(self.dir.as_ref(), &header, self.blocks(bytes), keeps_free)?
+            }
         };
         self.edit_manifest(|manifest| {
             manifest.segment_next = id + 1;
@@ -172,14 +176,28 @@ impl Engine {
         }
     }
 
+    /// Reserves what a store that was not shared has left unreserved, where the disk has far more
+    /// than that. Otherwise a write that finds no space is taken back.
+    pub(super) fn reserve_whole(&self) {
+        let core = self.core();
+        for segment in core.next.iter().chain([&core.writer.segment]) {
+            let bytes = u64::from(segment.bytes);
+            let reserve = || {
+                let file = segment.file()?;
+                if file.free_space()? / 2 > bytes {
+                    file.allocate(0, bytes)?;
+                }
+                std::io::Result::Ok(())
+            };
+            reserve().unwrap_or_default();
+        }
+    }
+
     /// Says whether a record may be appended now; reserves blocks for it, if that is all it takes.
     pub(crate) fn allocate_for(&self, room: Room) -> Result<bool> {
         let core = self.turn()?;
         self.check_writable(&core)?;
-        core.allocate(room).map_err(|error| {
-            let what = "reserving space for the log failed; nothing was appended";
-            Error::io(what, error).in_file(core.writer.segment.name())
-        })
+        core.allocate(room).map_err(no_blocks)
     }
 
     /// Each segment is twice the former one, up to full size; it holds four of the largest frame
@@ -236,28 +254,35 @@ impl Engine {
 /// Which blocks of a new segment are reserved before it is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Blocks {
-    /// Those of its header and first records.
+    /// Those of its header and first records; all of a first segment.
     First,
     All,
     /// All, and they are written: small commits into them cost one flush.
     Zeros,
 }
 
-/// Creates a segment file with its header, durable before anything refers to it.
+/// Creates a segment file with its header, durable before anything refers to it. `keeps_free`: as
+/// in [`SegmentFile::allocate`].
 pub(crate) fn create_segment(
     dir: &dyn Dir,
     header: &SegmentHeader,
     blocks: Blocks,
+    keeps_free: bool,
 ) -> Result<SegmentFile> {
     let name = FileName::Segment(header.id).to_string();
     let allocated = match blocks {
-        Blocks::First => FIRST_BYTES.min(header.bytes),
-        Blocks::All | Blocks::Zeros => header.bytes,
+        Blocks::First if header.bytes > SEGMENT_BYTES_FIRST => FIRST_BYTES,
+        Blocks::First | Blocks::All | Blocks::Zeros => header.bytes,
     };
     let create = || {
         // The id was never in a manifest, so whatever has the name holds nothing.
         remove_if_there(dir, &name)?;
         let file = dir.open(&name, Access::Create)?;
+        // Asked first: a part may stay reserved of what does not fit.
+        let kept = if keeps_free { header.bytes / 2 } else { 0 };
+        if file.free_space()? < u64::from(allocated) + u64::from(kept) {
+            return Err(std::io::ErrorKind::StorageFull.into());
+        }
         file.set_len(u64::from(header.bytes))?;
         file.allocate(0, u64::from(allocated))?;
         if blocks == Blocks::Zeros {
@@ -274,7 +299,7 @@ pub(crate) fn create_segment(
     match create() {
         Ok(file) => {
             let segment = SegmentFile::new(header, file);
-            segment.forget_allocated(allocated);
+            segment.set_allocated(allocated);
             Ok(segment)
         }
         Err(error) => {
@@ -295,7 +320,9 @@ fn recycle_segment(dir: &dyn Dir, header: &SegmentHeader, old: u64) -> Result<Se
         dir.rename(&from, &name)?;
         let file = dir.open(&name, Access::Write)?;
         // Its former life may have ended early.
-        file.allocate(0, u64::from(header.bytes))?;
+        if file.allocated()? < u64::from(header.bytes) {
+            file.allocate(0, u64::from(header.bytes))?;
+        }
         file.write_at(&header.encode(), 0)?;
         file.sync()?;
         dir.sync()?;
@@ -320,6 +347,11 @@ pub(crate) fn random_u32(dir: &dyn Dir) -> Result<u32> {
 pub(crate) fn fill_random(dir: &dyn Dir, bytes: &mut [u8]) -> Result<()> {
     dir.fill_random(bytes)
         .map_err(|e| Error::io("no randomness", e))
+}
+
+pub(crate) fn no_blocks((segment, error): NoBlocks) -> Error {
+    let what = "reserving space for the next record failed; free some, or let keys expire";
+    Error::io(what, error).in_file(segment.name())
 }
 
 /// Zero-filling pays where small commits wait for the device and files are overwritten in place.
@@ -349,8 +381,13 @@ mod tests {
             hash_key_id: 1,
             recycled: false,
         };
-        let segment =
-            create_segment(SimDisk::memory().dir().as_ref(), &header, Blocks::All).unwrap();
+        let segment = create_segment(
+            SimDisk::memory().dir().as_ref(),
+            &header,
+            Blocks::All,
+            false,
+        )
+        .unwrap();
         let entry = SealedEntry {
             end: BYTES,
             records_count: 0,

@@ -334,7 +334,9 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         &mut report,
     )?;
     let (segment, replayed) = active;
-    find_reserved(&segment, replayed.end, &next, parts.options.shared);
+    if !parts.options.shared {
+        find_allocated(&segment, replayed.end, &next)?;
+    }
     let unsettled = places(segment.id, &replayed.unsettled);
     let writer = Writer::new(segment, replayed.end);
     let stamps = parts.options.stamps(parts.generation, parts.reserved);
@@ -352,7 +354,6 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         manifest.runs = runs;
         manifest.dropped.clear();
     })?;
-    catalog.keep_reserve();
     core.set_view(view);
     let mut engine = assemble(Base {
         dir: parts.dir,
@@ -369,6 +370,8 @@ fn build_engine(parts: Parts) -> Result<Engine> {
         report,
     });
     engine.seal_all_recovered(frozen)?;
+    // The index of a full segment comes first.
+    engine.catalog().keep_reserve();
     engine.gather_unsettled(listed, unsettled)?;
     engine.count_unsettled();
     Ok(engine)
@@ -431,18 +434,16 @@ pub(super) fn places(segment: u64, records: &BTreeMap<u32, u16>) -> Vec<(Positio
     records.iter().map(place).collect()
 }
 
-/// Says what is reserved of the segments that will be written. Alone in the store, what was
-/// reserved behind the end is found again by reserving it once more, as it is needed. A shared
-/// store knows of no part: all is reserved now, and where the disk has no room for that, a write
-/// that finds none is taken back.
-fn find_reserved(active: &SegmentFile, end: u32, next: &[Arc<SegmentFile>], shared: bool) {
+/// Finds out what is reserved of the segments that will be written. A shared store knows of no
+/// part: see [`Engine::reserve_whole`].
+fn find_allocated(active: &SegmentFile, end: u32, next: &[Arc<SegmentFile>]) -> Result<()> {
     let ends = next.iter().map(|next| (next.as_ref(), 0));
     for (segment, end) in ends.chain([(active, end)]) {
-        segment.forget_allocated(end);
-        if shared && segment.allocate(segment.bytes).is_err() {
-            segment.forget_allocated(segment.bytes);
-        }
+        segment
+            .find_allocated(end)
+            .map_err(|e| Error::io("reading a segment failed", e).in_file(segment.name()))?;
     }
+    Ok(())
 }
 
 /// Makes the unlinking of dropped segments durable, before the manifest forgets them.
@@ -831,7 +832,7 @@ mod tests {
             recycled: false,
         };
         let dir = SimDisk::memory().dir();
-        let segment = create_segment(dir.as_ref(), &header, Blocks::All).unwrap();
+        let segment = create_segment(dir.as_ref(), &header, Blocks::All, false).unwrap();
         let mut image = header.encode();
         for key in TWINS {
             let at = to_u32(image.len());

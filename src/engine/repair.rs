@@ -19,10 +19,11 @@ use std::time::Duration;
 use super::Engine;
 use super::carry::OwnedRecord;
 use super::catalog::{read_manifest, remove_if_there};
-use super::core::{Need, Older, Room, UnsettledEntry};
+use super::core::{Older, UnsettledEntry};
 use super::open::{find_orphans, open_error, refuse_unfinished, take_lock};
 use super::prepare::{Blocks, create_segment, fill_random, random_u32};
 use super::recovery::recover;
+use super::room::{Need, Room};
 use super::salvage::{OldLog, Piece, Salvaged};
 use crate::clock::Anchor;
 use crate::error::{Error, ErrorKind, Result};
@@ -589,7 +590,7 @@ impl Plan {
             hash_key_id: KeyHash::new(&manifest.hash_key, manifest.store).id(),
             recycled: false,
         };
-        create_segment(to, &header, Blocks::First)?;
+        create_segment(to, &header, Blocks::First, false)?;
         manifest.segment_next = id + 1;
         manifest.segments = vec![SegmentEntry {
             id,
@@ -737,7 +738,7 @@ impl Writer<'_> {
             engine.check_writable(&core)?;
             record.parts.inherit_s = core.inherit(older, engine.now().trusted_ms);
             let frame_bytes = record.frame_bytes();
-            let room = Room::of_one(frame_bytes, Need::Owed);
+            let room = Room::of_one(frame_bytes, Need::Any);
             if !core.has_room(room) {
                 drop(core);
                 engine.make_room(room)?;

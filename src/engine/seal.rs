@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Engine;
-use super::core::{Frozen, Need, Part, Room, Sealed, View, is_mostly_kept};
+use super::core::{Frozen, Part, Sealed, View, is_mostly_kept};
 use super::install::install_table;
 use super::prepare::{Upkeep, Why};
+use super::room::Room;
 use super::turn::Turn;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::filter::FilterKind;
@@ -66,7 +67,7 @@ impl Engine {
     /// Says whether room is for a new key where the log has a bound: it waits for the upkeep, for
     /// what is prepared meanwhile is for what is carried over.
     pub(super) fn is_at_bound(&self, room: Room) -> bool {
-        self.options.log_bytes_max.is_some() && matches!(room.need, Need::New { .. })
+        self.options.log_bytes_max.is_some() && room.need.is_new()
     }
 
     /// Goes on in the next segment without the upkeep, which may be in the middle of something
@@ -130,18 +131,21 @@ impl Engine {
                 // Another thread has made it.
                 return Ok(());
             }
-            if !admits || prepared == 0 {
-                let why = match room.need {
-                    Need::New { .. } => Why::NewKeys,
-                    Need::Owed => Why::Owed,
+            if (!admits && !room.uses_its_own()) || prepared == 0 {
+                let why = if room.need.is_new() {
+                    Why::NewKeys
+                } else {
+                    Why::Owed
                 };
                 self.prepare_next(upkeep, room.frame_bytes, why)?;
+                // What is owed gets its blocks there before this segment ends.
+                continue;
             }
             if !fits {
                 match self.seal_frozen() {
                     // What is owed needs no new space: the log goes on, and the full segment's
                     // table stays in memory until its index finds room.
-                    Err(error) if error.kind() == ErrorKind::Full && room.need == Need::Owed => {}
+                    Err(error) if error.kind() == ErrorKind::Full && !room.need.is_new() => {}
                     sealed => sealed?,
                 }
                 self.roll(active)?;
@@ -395,6 +399,7 @@ impl Part {
 mod tests {
     use std::time::Duration;
 
+    use super::super::room::Need;
     use super::*;
     use crate::index::active::counted;
     use crate::vfs::sim::SimDisk;
@@ -561,7 +566,7 @@ mod tests {
         let held = log.handle.engine.maintenance().unwrap();
         let room = Room::of_one(8000, Need::New { owed_bytes: 0 });
         assert!(!log.handle.engine.roll_at_once(room).unwrap());
-        let owed = Room::of_one(8000, Need::Owed);
+        let owed = Room::of_one(8000, Need::Any);
         assert!(log.handle.engine.roll_at_once(owed).unwrap());
         assert!(log.handle.engine.core().writer.segment.id > first);
         drop(held);

@@ -85,13 +85,11 @@ fn write_anew(dir: &dyn Dir, segment: &SegmentFile, prefix: &[u8]) -> Result<()>
     })
 }
 
-/// Writes a whole file into new blocks.
+/// Writes a file into new blocks. Behind the prefix there are none, and they read as zeros.
 fn fill_anew(file: &dyn File, bytes: u32, prefix: &[u8]) -> io::Result<()> {
-    let mut whole = prefix.to_vec();
-    whole.resize(to_usize(bytes), 0);
     file.set_len(0)?;
     file.set_len(u64::from(bytes))?;
-    file.write_at(&whole, 0)?;
+    file.write_at(prefix, 0)?;
     file.sync()
 }
 

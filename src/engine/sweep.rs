@@ -12,9 +12,9 @@ use std::sync::{Arc, TryLockError};
 use super::Engine;
 use super::carry::Carry;
 use super::catalog::remove_if_there;
-use super::core::{Need, Room, Sealed, View};
+use super::core::{Sealed, View};
 use super::merge::{file_names, run_entry};
-use super::prepare::{Upkeep, Why};
+use super::prepare::{Upkeep, Why, no_blocks};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::manifest::RunEntry;
 use crate::format::names::{FileName, GateName};
@@ -101,7 +101,7 @@ impl Engine {
             self.prepare_next(upkeep, 0, Why::EndedEarly)?;
         }
         self.seal_frozen()?;
-        self.allocate_for(Room::of_one(0, Need::Owed))?;
+        self.core().allocate_for_end().map_err(no_blocks)?;
         self.roll(ended)?;
         self.seal_frozen()
     }

@@ -3,9 +3,10 @@
 
 use super::Engine;
 use super::append::Appended;
-use super::core::{Core, Need, Room, Snapshot, UnsettledEntry};
+use super::core::{Core, Older, Snapshot, UnsettledEntry};
 use super::lookup::{Completed, Hit, Searched, Wanted};
 use super::namespace::Space;
+use super::room::{Need, Room};
 use crate::clock::Now;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::record::{FLAG_DETACHED, HEADER_BYTES, Kind, PART_HEADER_BYTES, STATE_BYTES};
@@ -222,8 +223,7 @@ impl Engine {
         let (mut write, answer) = match decide(entry, &env) {
             Step::Write(write, answer) => (write, answer),
             Step::Answer(answer) => {
-                // A claim that is held or a pause that is not over excludes; only what is final
-                // is told to a duplicate, and must be durable first.
+                // Only what is final is told to a duplicate, and must be durable first.
                 let rests_on = hit.filter(|hit| hit.taken.is_final());
                 if let Some(hit) = rests_on {
                     core.rest_on(hit.older.position, answer_level);
@@ -242,11 +242,9 @@ impl Engine {
         };
         write.entry.cut_texts(self.evidence_bytes_max());
         let older = hit.map(|hit| hit.older);
-        let mut owed_bytes = 0;
         let mut has_stamp = true;
         if write.is_claim {
             self.check_unsettled(core, hit)?;
-            owed_bytes = self.owed_bytes(space, wanted.key) as u64;
             // A stamp that goes unused because there is no room is a gap, not a fault.
             match core.stamps.take() {
                 Some(stamp) => write.entry.state.stamp = stamp.get(),
@@ -257,18 +255,15 @@ impl Engine {
         record.parts.inherit_s = core.inherit(older, now.trusted_ms);
         let frame_bytes = record.frame_bytes();
         self.check_frame(frame_bytes)?;
-        let need = if write.is_claim {
-            Need::New { owed_bytes }
-        } else {
-            Need::Owed
-        };
+        let behind = self.owed_behind_write(space, wanted.key, older, &write);
+        let need = need_of(core, older, &write, behind);
         let room = Room::of_one(frame_bytes, need);
         if !has_stamp || !core.has_room(room) {
             return Ok(Attempt::NoRoom(room));
         }
-        let unsettled = self.unsettled_entry(space, wanted.key, &write);
-        let Appended { position, failures } =
-            self.append(core, &record, wanted.h, older, unsettled);
+        let unsettled = unsettled_entry(space, &write, behind);
+        let appended = self.append(core, &record, wanted.h, older, unsettled);
+        let Appended { position, failures } = appended;
         let decided = Decided {
             answer,
             written: Some((write.entry, position)),
@@ -280,17 +275,27 @@ impl Engine {
         })
     }
 
-    /// Returns what is kept in memory of a record that may not be forgotten.
-    fn unsettled_entry(&self, space: &Space, key: &[u8], write: &Write) -> Option<UnsettledEntry> {
-        let entry = &write.entry;
-        let is_detached = entry.flags & FLAG_DETACHED != 0;
-        entry.kind.is_unsettled().then(|| UnsettledEntry {
-            namespace: space.id,
-            deadline_boot_ms: write.deadline_boot_ms.filter(|_| !is_detached),
-            // A renewal repeats what the start left behind.
-            owed_bytes: to_u32(self.owed_bytes(space, key) + entry.evidence.len()),
-            origin: 0,
-        })
+    /// Returns the log space that is kept for what is written behind this record. The one renewal
+    /// that is kept for a claim, which repeats what the start left behind, is used up by the first
+    /// one.
+    fn owed_behind_write(
+        &self,
+        space: &Space,
+        key: &[u8],
+        older: Option<Older>,
+        write: &Write,
+    ) -> u32 {
+        let kind = write.entry.kind;
+        if !kind.is_unsettled() {
+            return 0;
+        }
+        let is_start = kind == Kind::Started && older.is_some_and(|o| o.kind == Kind::Claimed);
+        let owed_bytes = self.owed_bytes(space, key);
+        if write.is_claim || is_start {
+            to_u32(owed_bytes + write.entry.evidence.len())
+        } else {
+            to_u32(owed_bytes - state_bytes(key.len()))
+        }
     }
 
     pub(crate) fn env(
@@ -413,6 +418,29 @@ impl Engine {
     pub(crate) fn owed_by_job(&self, jobs: &Space, key: &[u8], entry_key: &[u8]) -> usize {
         state_bytes(key.len()) + self.owed_bytes(jobs, key) + end_bytes(entry_key.len())
     }
+}
+
+fn need_of(core: &Core, older: Option<Older>, write: &Write, behind: u32) -> Need {
+    let owed_bytes = behind.into();
+    if write.is_claim {
+        return Need::New { owed_bytes };
+    }
+    Need::Change {
+        own_bytes: older.map_or(0, |older| core.owed_at(older.position)),
+        owed_bytes,
+    }
+}
+
+/// Returns what is kept in memory of a record that may not be forgotten.
+fn unsettled_entry(space: &Space, write: &Write, owed_bytes: u32) -> Option<UnsettledEntry> {
+    let entry = &write.entry;
+    let is_detached = entry.flags & FLAG_DETACHED != 0;
+    entry.kind.is_unsettled().then(|| UnsettledEntry {
+        namespace: space.id,
+        deadline_boot_ms: write.deadline_boot_ms.filter(|_| !is_detached),
+        owed_bytes,
+        origin: 0,
+    })
 }
 
 /// Returns the bytes of a record that is a state without texts, at most.

@@ -322,6 +322,20 @@ impl File for DiskFile {
         reserve(&self.0, offset, bytes)
     }
 
+    fn allocated(&self) -> io::Result<u64> {
+        // In units of 512 bytes, whatever the size of a block.
+        Ok(self.0.metadata()?.blocks() * 512)
+    }
+
+    fn free_space(&self) -> io::Result<u64> {
+        let stat = retry(|| rustix::fs::fstatvfs(&self.0))?;
+        if stat.f_blocks == 0 {
+            // A file system that does not count.
+            return Ok(u64::MAX);
+        }
+        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+
     fn sync(&self) -> io::Result<()> {
         // fdatasync, which includes the size; F_FULLFSYNC on macOS; EINTR is retried.
         self.0.sync_data()
@@ -652,6 +666,8 @@ mod tests {
             "{before} {}",
             blocks()
         );
+        assert_eq!(file.allocated().unwrap(), blocks() * 512);
+        assert!(file.free_space().unwrap() > 0);
     }
 
     #[test]

@@ -165,6 +165,18 @@ pub trait File: Send + Sync + fmt::Debug {
     /// What the system says.
     fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()>;
 
+    /// Returns how many bytes have blocks, as far as the system tells: written or reserved.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn allocated(&self) -> io::Result<u64>;
+
+    /// Returns the free space of the file system; the largest number if it does not count.
+    ///
+    /// # Errors
+    /// What the system says.
+    fn free_space(&self) -> io::Result<u64>;
+
     /// Makes everything written so far, and the size, durable: a device flush.
     ///
     /// # Errors

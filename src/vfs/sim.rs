@@ -490,6 +490,18 @@ impl File for SimFile {
         state.allocate(self.id, &self.name, offset, bytes)
     }
 
+    fn allocated(&self) -> io::Result<u64> {
+        let mut state = self.dir.state();
+        state.alive()?;
+        Ok(state.inode(self.id)?.charged_bytes())
+    }
+
+    fn free_space(&self) -> io::Result<u64> {
+        let state = self.dir.state();
+        state.alive()?;
+        Ok(state.free_bytes.unwrap_or(u64::MAX))
+    }
+
     fn sync(&self) -> io::Result<()> {
         self.dir.state().sync(self.id, &self.name)
     }

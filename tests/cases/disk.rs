@@ -10,9 +10,8 @@ use idemlog::testing::sim::{
     CrashOptions, Fault, FaultKind, Op, PowerCut, SimDisk, for_each_crash_point,
 };
 use idemlog::{
-    Applied, Claim, ClaimOptions, ClaimVerdict, Commit, CommitVerdict, DedupLog, ErrorKind,
-    Internal, KeyState, Namespace, NonRepeatable, ObserveOptions, Observed, Options, Repeatable,
-    ZeroFill,
+    Applied, ClaimVerdict, Commit, CommitVerdict, DedupLog, ErrorKind, Internal, KeyState,
+    NonRepeatable, ObserveOptions, Observed, Options, Repeatable, ZeroFill,
 };
 
 use super::{
@@ -499,137 +498,6 @@ fn c10_a_batch_of_commits_or_claims_that_runs_out_of_space_says_what_may_be_ther
     for verdict in jobs.commit_many(&mut items).unwrap() {
         assert!(matches!(verdict.unwrap(), CommitVerdict::Committed { .. }));
     }
-}
-
-/// A store in which claims are granted until the disk is full, behind so many keys.
-struct Crowded {
-    disk: SimDisk,
-    log: DedupLog,
-    jobs: Namespace<NonRepeatable>,
-    claims: Vec<Claim<NonRepeatable>>,
-    before: usize,
-}
-
-const OUTCOME: [u8; 700] = [7; 700];
-
-impl Crowded {
-    fn new(segment_bytes: u32, before: usize, free: u64, claim: &ClaimOptions) -> Crowded {
-        let disk = SimDisk::new();
-        let log = Crowded::open(&disk, segment_bytes);
-        let jobs = Crowded::jobs(&log);
-        let keys = filter(&log);
-        for n in 0..before {
-            assert!(keys.observe(long("key", n)).unwrap().is_new());
-        }
-        disk.set_free_bytes(Some(free));
-        let granted = |n| jobs.claim_with(long("job", n), claim).ok().map(new);
-        let claims: Vec<_> = (0..60).map_while(granted).collect();
-        disk.set_free_bytes(Some(0));
-        if let Err(error) = keys.observe(long("late", 0)) {
-            assert_eq!(
-                (error.kind(), error.applied()),
-                (ErrorKind::Full, Applied::No)
-            );
-        }
-        Crowded {
-            disk,
-            log,
-            jobs,
-            claims,
-            before,
-        }
-    }
-
-    fn open(disk: &SimDisk, segment_bytes: u32) -> DedupLog {
-        let options = options(&clock()).segment_bytes(segment_bytes);
-        options.open_on(disk.dir()).unwrap()
-    }
-
-    fn jobs(log: &DedupLog) -> Namespace<NonRepeatable> {
-        let options = small().outcome_bytes_max(OUTCOME.len());
-        log.namespace("j", options).unwrap()
-    }
-
-    /// Everything is there once the disk has space again.
-    fn check(disk: &SimDisk, before: usize, done: usize, what: &str) {
-        let killed = disk.after_kill();
-        killed.set_free_bytes(None);
-        let log = open(&killed);
-        let jobs = log.namespace::<NonRepeatable>("j", small()).unwrap();
-        for n in 0..done {
-            let state = jobs.get(long("job", n)).unwrap();
-            assert!(matches!(state, KeyState::Done(_)), "{what}: {n}: {state:?}");
-        }
-        for n in 0..before {
-            let seen = filter(&log).observe(long("key", n)).unwrap();
-            assert_eq!(seen, Observed::Duplicate, "{what}");
-        }
-    }
-}
-
-/// Calls `check` with many stores on disks that are full, at many places of many segments.
-fn for_each_crowded(claim: &ClaimOptions, mut check: impl FnMut(Crowded, u32, &str)) {
-    for (segment_bytes, step) in [(8 * 1024, 1), (16 * 1024, 9), (64 * 1024, 9)] {
-        for before in (0..260).step_by(step) {
-            for free in [0, 8, 20, 60] {
-                let what = format!("segments of {segment_bytes}, {before} keys, {free} KiB free");
-                let crowded = Crowded::new(segment_bytes, before, free * 1024, claim);
-                check(crowded, segment_bytes, &what);
-            }
-        }
-    }
-}
-
-/// What open claims may still write has its blocks, wherever in a segment they were granted and
-/// whatever of it was reserved by then: here, and in the next one.
-#[test]
-fn c10_what_open_claims_owe_fits_on_a_disk_that_is_full_at_any_moment() {
-    let mut count = 0;
-    for_each_crowded(&ClaimOptions::new(), |crowded, _, what| {
-        let done = crowded.claims.len();
-        count += done;
-        for claim in crowded.claims {
-            let renewed = claim.renew(Duration::from_secs(90)).expect(what);
-            assert!(renewed.is_applied(), "{what}");
-            let mut started = claim.start(b"token").expect(what);
-            let verdict = started.commit(&OUTCOME).expect(what);
-            assert!(matches!(verdict, CommitVerdict::Committed { .. }), "{what}");
-        }
-        assert!(crowded.log.health().poisoned.is_none(), "{what}");
-        drop((crowded.jobs, crowded.log));
-        Crowded::check(&crowded.disk, crowded.before, done, what);
-    });
-    assert!(count > 4000, "{count}");
-}
-
-/// The same behind a restart on the full disk: what was reserved is found again.
-#[test]
-fn c10_what_detached_claims_owe_fits_on_a_full_disk_behind_a_restart() {
-    let detached = ClaimOptions::new().detached(true);
-    let mut count = 0;
-    for_each_crowded(&detached, |crowded, segment_bytes, what| {
-        let tickets: Vec<_> = crowded.claims.into_iter().map(Claim::detach).collect();
-        let killed = crowded.disk.after_kill();
-        killed.set_free_bytes(None);
-        let log = Crowded::open(&killed, segment_bytes);
-        killed.set_free_bytes(Some(0));
-        let jobs = Crowded::jobs(&log);
-        for ticket in &tickets {
-            assert!(
-                jobs.start_ticket(ticket, b"token")
-                    .expect(what)
-                    .is_applied()
-            );
-            let verdict = jobs
-                .commit_ticket(ticket, Commit::new(OUTCOME))
-                .expect(what);
-            assert!(matches!(verdict, CommitVerdict::Committed { .. }), "{what}");
-        }
-        count += tickets.len();
-        drop((jobs, log));
-        Crowded::check(&killed, crowded.before, tickets.len(), what);
-    });
-    assert!(count > 4000, "{count}");
 }
 
 #[test]

@@ -101,6 +101,14 @@ impl File for GatedFile {
         self.file.set_len(bytes)
     }
 
+    fn allocated(&self) -> io::Result<u64> {
+        self.file.allocated()
+    }
+
+    fn free_space(&self) -> io::Result<u64> {
+        self.file.free_space()
+    }
+
     fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
         self.file.allocate(offset, bytes)
     }

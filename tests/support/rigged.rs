@@ -186,6 +186,14 @@ impl File for RiggedFile {
         self.inner.set_len(bytes)
     }
 
+    fn allocated(&self) -> io::Result<u64> {
+        self.inner.allocated()
+    }
+
+    fn free_space(&self) -> io::Result<u64> {
+        self.inner.free_space()
+    }
+
     fn allocate(&self, offset: u64, bytes: u64) -> io::Result<()> {
         (self.hook)(Op::Allocate, &self.name)?;
         self.inner.allocate(offset, bytes)

@@ -654,8 +654,7 @@ impl State {
     }
 
     pub(super) fn charged_bytes(&self) -> u64 {
-        let sectors: usize = self.inodes.values().map(Inode::charged_sectors).sum();
-        (sectors * SECTOR_BYTES) as u64
+        self.inodes.values().map(Inode::charged_bytes).sum()
     }
 
     /// Hashes names and contents as reads see them.
@@ -740,6 +739,10 @@ impl Inode {
                 }
             }
         }
+    }
+
+    pub(super) fn charged_bytes(&self) -> u64 {
+        (self.charged_sectors() * SECTOR_BYTES) as u64
     }
 
     fn charged_sectors(&self) -> usize {
