@@ -11,6 +11,7 @@
     reason = "a program for people: it prints, and ends with a message when something is false"
 )]
 
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -112,10 +113,18 @@ fn load(path: &Path, keys: u64, segment_bytes: u32) {
         stats.segments_count,
         stats.runs_count,
         stats.merges_count,
-        (stats.log_bytes + stats.run_bytes + stats.filter_bytes) as f64 / keys as f64
+        blocks_bytes(path) as f64 / keys as f64
     );
     rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
         .unwrap();
+}
+
+/// Bytes that the store's files take on the disk.
+fn blocks_bytes(path: &Path) -> u64 {
+    let entries = std::fs::read_dir(path).unwrap();
+    entries
+        .map(|entry| entry.unwrap().metadata().unwrap().blocks() * 512)
+        .sum()
 }
 
 /// Opens the store and asks for every key and for as many absent ones.
