@@ -163,15 +163,23 @@ fn c10_what_detached_claims_owe_fits_on_a_full_disk_behind_a_restart() {
     assert!(count > 3000, "{count}");
 }
 
-/// Story: a young store counted on the next segment, which was filled with zeros, and tried to
-/// reserve a step of the active one instead.
+/// Story: a store counted on the next segment, which was filled with zeros, and tried to reserve a
+/// step of the active one instead.
 #[test]
 fn c10_claims_count_on_a_next_segment_that_is_reserved_whole() {
     let disk = SimDisk::new();
-    let options = of_segments(512 << 10).zero_fill(ZeroFill::Always);
-    let log = options.open_on(disk.dir()).unwrap();
+    let open = |zero_fill| {
+        let options = of_segments(512 << 10).zero_fill(zero_fill);
+        options.open_on(disk.dir()).unwrap()
+    };
+    let log = open(ZeroFill::Never);
+    // The second segment, of 128 KiB, gets its blocks in steps.
+    fill(&log, &filter(&log), "before", 400);
+    log.close().unwrap();
+    let log = open(ZeroFill::Always);
     let jobs = jobs(&log);
-    fill(&log, &filter(&log), "key", 200);
+    fill(&log, &filter(&log), "key", 450);
+    log.maintain().unwrap();
     let claims = (0..14).map(|n| new(jobs.claim(long("job", n)).unwrap()));
     let claims = claims.collect();
     disk.set_free_bytes(Some(0));
