@@ -690,8 +690,9 @@ fn runs_and_filters_are_what_the_tables_say_and_hold_every_key() {
             }
         }
         assert!(entries.is_empty(), "entries of no record: {entries:?}");
+        // Places in every block and partition: one block alone may be fuller than most.
         let passed = (0..10_000u64)
-            .filter(|n| may_contain(filter, n * 1_000_003))
+            .filter(|n| may_contain(filter, n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20))
             .count();
         assert!(passed < 300, "passed={passed}");
     }
