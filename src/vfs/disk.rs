@@ -394,7 +394,9 @@ impl LockFile for DiskLockFile {
     }
 
     fn unlock(&self) -> io::Result<()> {
-        self.file.unlock()
+        // Once more: a lock server or a file system in user space may refuse for a moment, and
+        // what stays locked keeps out everybody, this process at its next open too.
+        self.file.unlock().or_else(|_| self.file.unlock())
     }
 
     fn is_in_place(&self) -> io::Result<bool> {
