@@ -17,6 +17,8 @@ pub(crate) const FILTER_HEADER_BYTES: usize = 64;
 const BLOCK_BYTES: usize = 32;
 /// 12 bits a key: about one absent key in 200 is not excluded.
 const BITS_PER_KEY: u64 = 12;
+/// Blocks are handed on in chunks of so many bytes.
+const CHUNK_BYTES: usize = 4096;
 
 /// What follows the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,14 +179,12 @@ pub(crate) struct BloomBuilder {
     /// Blocks that are done and were not handed on yet.
     chunk: Vec<u8>,
     chunk_at: u64,
-    chunk_bytes: usize,
     crc: crc32fast::Hasher,
 }
 
 impl BloomBuilder {
-    /// Makes room for so many keys. `seed`: that of the run's checksums. Blocks are handed on in
-    /// chunks of about so many bytes.
-    pub(crate) fn new(keys_max: u64, seed: u32, chunk_bytes: usize) -> Self {
+    /// Makes room for so many keys. `seed`: that of the run's checksums.
+    pub(crate) fn new(keys_max: u64, seed: u32) -> Self {
         let blocks = (keys_max * BITS_PER_KEY)
             .div_ceil(BLOCK_BYTES as u64 * 8)
             .clamp(1, PARTS_MAX);
@@ -192,9 +192,8 @@ impl BloomBuilder {
             blocks_count: u32::try_from(blocks).unwrap_or(1),
             block: [0; 8],
             number: 0,
-            chunk: Vec::new(),
+            chunk: Vec::with_capacity(CHUNK_BYTES),
             chunk_at: FILTER_HEADER_BYTES as u64,
-            chunk_bytes,
             crc: crc32fast::Hasher::new_with_initial(seed),
         }
     }
@@ -228,7 +227,7 @@ impl BloomBuilder {
             }
             self.block = [0; 8];
             self.number += 1;
-            if self.chunk.len() >= self.chunk_bytes {
+            if self.chunk.len() >= CHUNK_BYTES {
                 self.flush(&mut write)?;
             }
         }
@@ -334,7 +333,7 @@ mod tests {
             }
             Ok::<(), ()>(())
         };
-        let mut builder = BloomBuilder::new(plan.keys_count, SEED, 64);
+        let mut builder = BloomBuilder::new(plan.keys_count, SEED);
         hashes
             .iter()
             .for_each(|h| builder.insert(*h, &mut write).unwrap());
@@ -362,7 +361,8 @@ mod tests {
             .count();
         assert!(passed < 1_000, "passed={passed} of 100000");
         // Blocks that fill the last chunk.
-        assert_eq!(encode(&plan(40), hashes(40, 0)).len(), 64 + 64);
+        let whole = encode(&plan(5460), hashes(5460, 0));
+        assert_eq!(whole.len(), 64 + 2 * CHUNK_BYTES);
     }
 
     #[test]

@@ -9,12 +9,7 @@ use crate::format::run::{
     run_seed,
 };
 use crate::format::times::Coverage;
-use crate::format::{Malformed, StoreId, to_u32, to_usize};
-
-/// Pages are handed on in chunks of so many bytes at most, blocks of a filter in quarters of that.
-const CHUNK_BYTES_MAX: u32 = 256 * 1024;
-/// And of so much of a segment: the run of a small one is written in several chunks, too.
-const CHUNKS_PER_SEGMENT: u32 = 128;
+use crate::format::{Malformed, StoreId, to_u32};
 
 /// One index entry: hash, segment number counted from the run's first, offset.
 pub(crate) type IndexEntry = (u64, u64, u32);
@@ -87,16 +82,14 @@ enum Filter {
     Fuse(FuseBuilder),
 }
 
-/// Streams a run and its filter: in memory are a chunk of each, and what spills.
+/// Streams a run and its filter: in memory are a page of each, and what spills.
 pub(crate) struct RunWriter<W> {
     seed: u32,
     geometry: Geometry,
     write: W,
     page: u64,
     slots: Vec<u64>,
-    chunk: Vec<u8>,
-    chunk_at: u64,
-    chunk_bytes: usize,
+    page_bytes: Vec<u8>,
     spill: Vec<u8>,
     filter: Filter,
     slots_count: u64,
@@ -109,22 +102,16 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
     /// each comes last.
     pub(crate) fn new(plan: &RunPlan, geometry: Geometry, slots_max: u64, write: W) -> Self {
         let seed = run_seed(plan.store, plan.lo, plan.hi, plan.generation);
-        let chunk_bytes = to_usize(plan.segment_bytes / CHUNKS_PER_SEGMENT)
-            .clamp(PAGE_BYTES, to_usize(CHUNK_BYTES_MAX));
         RunWriter {
             seed,
             geometry,
             write,
             page: 0,
             slots: Vec::with_capacity(PAGE_SLOTS),
-            chunk: Vec::with_capacity(chunk_bytes + PAGE_BYTES),
-            chunk_at: PAGE_BYTES as u64,
-            chunk_bytes,
+            page_bytes: Vec::with_capacity(PAGE_BYTES),
             spill: Vec::new(),
             filter: match plan.filter {
-                FilterKind::Bloom => {
-                    Filter::Bloom(BloomBuilder::new(slots_max, seed, chunk_bytes / 4))
-                }
+                FilterKind::Bloom => Filter::Bloom(BloomBuilder::new(slots_max, seed)),
                 FilterKind::Fuse => Filter::Fuse(FuseBuilder::new(slots_max, seed)),
             },
             slots_count: 0,
@@ -159,7 +146,7 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
     fn end_page(&mut self) -> io::Result<()> {
         let pages = self.geometry.pages;
         encode_with_spill(
-            (&mut self.chunk, &mut self.spill),
+            (&mut self.page_bytes, &mut self.spill),
             self.seed,
             pages,
             self.page,
@@ -167,20 +154,9 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
         );
         self.slots.clear();
         self.page += 1;
-        if self.chunk.len() >= self.chunk_bytes {
-            self.flush()
-        } else {
-            Ok(())
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        if self.chunk.is_empty() {
-            return Ok(());
-        }
-        (self.write)(Output::Run, &self.chunk, self.chunk_at)?;
-        self.chunk_at += self.chunk.len() as u64;
-        self.chunk.clear();
+        // Behind the header.
+        (self.write)(Output::Run, &self.page_bytes, page_at(self.page))?;
+        self.page_bytes.clear();
         Ok(())
     }
 
@@ -189,9 +165,8 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
         while self.page < self.geometry.pages {
             self.end_page()?;
         }
-        self.flush()?;
         if !self.spill.is_empty() {
-            (self.write)(Output::Run, &self.spill, self.chunk_at)?;
+            (self.write)(Output::Run, &self.spill, page_at(self.page + 1))?;
         }
         let header = RunHeader {
             store: plan.store,
@@ -222,6 +197,10 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
         }
         Ok(())
     }
+}
+
+fn page_at(number: u64) -> u64 {
+    number * PAGE_BYTES as u64
 }
 
 /// Writes a home page; what does not fit goes to a chain of spill pages.
@@ -365,7 +344,7 @@ mod tests {
     }
 
     #[test]
-    fn both_files_are_handed_on_in_chunks_and_the_front_of_each_last() {
+    fn both_files_are_handed_on_by_the_page_and_the_front_of_each_last() {
         let entries: Vec<IndexEntry> = (0..5000u32)
             .map(|n| (u64::from(n) * 3_500_000_000, 0, n * 8 + 64))
             .collect();

@@ -1,7 +1,7 @@
 //! Merges runs: reads several in hash order and streams one, with its filter.
 //!
 //! The log is not touched and not read: a slot and its home page give the hash back. Memory is
-//! one page of each input, a chunk of each output, one partition of the filter, and what spills.
+//! one page of each input, a page of each output, one partition of the filter, and what spills.
 
 use std::io;
 
