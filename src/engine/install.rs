@@ -81,7 +81,6 @@ fn write_files(
     })?;
     run_pieces.flush()?;
     filter_pieces.flush()?;
-    drop((run_pieces, filter_pieces));
     run.sync()?;
     filter.sync()?;
     let names = file_names(run_of(plan)).map(|name| name.to_string());
@@ -174,7 +173,8 @@ mod tests {
     use crate::format::run::HASH_BITS;
     use crate::vfs::sim::{Fault, FaultKind, SimDisk};
 
-    const KEYS_COUNT: u64 = 6000;
+    const KEYS_COUNT: u64 = 12_000;
+    const SEGMENT_BYTES: u32 = 256 * 1024;
 
     fn plan() -> RunPlan {
         RunPlan {
@@ -183,7 +183,7 @@ mod tests {
             lo: 3,
             hi: 3,
             generation: 0,
-            segment_bytes: 64 * 1024,
+            segment_bytes: SEGMENT_BYTES,
             superseded_count: 0,
             segments_count: 1,
             times: Vec::new(),
@@ -196,7 +196,7 @@ mod tests {
     }
 
     fn table() -> ActiveTable {
-        let mut table = ActiveTable::new(256 * 1024);
+        let mut table = ActiveTable::new(4 * SEGMENT_BYTES);
         for n in 1..=KEYS_COUNT {
             table.insert(hash(n), u32::try_from(n * 8).unwrap());
         }
@@ -231,7 +231,8 @@ mod tests {
                 place.split_once('+').unwrap().0.parse::<usize>().unwrap()
             });
             let offsets: Vec<_> = offsets.collect();
-            let is_aligned = offsets.iter().all(|at| at.is_multiple_of(PAGE_BYTES));
+            let piece_bytes = to_usize(SEGMENT_BYTES / PIECES_PER_SEGMENT);
+            let is_aligned = offsets.iter().all(|at| at.is_multiple_of(piece_bytes));
             assert!(is_aligned && offsets.ends_with(&[0]), "{log:?}");
             let last = before.iter().rfind(|step| step.contains(kind)).unwrap();
             assert!(last.starts_with("sync"), "{log:?}");

@@ -3,6 +3,7 @@
 use std::io;
 
 use super::fuse::FuseBuilder;
+use super::run::page_at;
 use crate::format::filter::{BloomBuilder, FilterKind, FilterPlan};
 use crate::format::run::{
     Geometry, HASH_BITS, PAGE_BYTES, PAGE_SLOTS, RunHeader, encode_page, header_crc, page_number,
@@ -152,10 +153,9 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
             self.page,
             &self.slots,
         );
-        self.slots.clear();
-        self.page += 1;
-        // Behind the header.
         (self.write)(Output::Run, &self.page_bytes, page_at(self.page))?;
+        self.page += 1;
+        self.slots.clear();
         self.page_bytes.clear();
         Ok(())
     }
@@ -166,7 +166,7 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
             self.end_page()?;
         }
         if !self.spill.is_empty() {
-            (self.write)(Output::Run, &self.spill, page_at(self.page + 1))?;
+            (self.write)(Output::Run, &self.spill, page_at(self.page))?;
         }
         let header = RunHeader {
             store: plan.store,
@@ -197,10 +197,6 @@ impl<W: FnMut(Output, &[u8], u64) -> io::Result<()>> RunWriter<W> {
         }
         Ok(())
     }
-}
-
-fn page_at(number: u64) -> u64 {
-    number * PAGE_BYTES as u64
 }
 
 /// Writes a home page; what does not fit goes to a chain of spill pages.

@@ -260,7 +260,7 @@ fn to_index(place: u64) -> usize {
 }
 
 /// Returns where in the file a page begins.
-fn page_at(page: u64) -> u64 {
+pub(super) fn page_at(page: u64) -> u64 {
     (page + 1).saturating_mul(PAGE_BYTES as u64)
 }
 
